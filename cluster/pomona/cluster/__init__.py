@@ -1,0 +1,1 @@
+"""Head, gateway and command line: everything that decides for the whole cluster."""
