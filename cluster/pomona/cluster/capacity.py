@@ -161,7 +161,8 @@ def _check_memory(limits: Limits, memory: Sequence[OwnerMemory]) -> None:
             raise CapacityError(
                 "aux",
                 f"attention-DP owner {i} has memory for {held} auxiliary-state slot(s) and a request needs {each}: "
-                "raise --mem-fraction-static or --mamba-full-memory-ratio, or use --disable-radix-cache (1 slot a request)",
+                "raise --mem-fraction-static or --mamba-full-memory-ratio, "
+                "or use --disable-radix-cache (1 slot a request)",
             )
 
 

@@ -83,9 +83,10 @@ def check_model(topology: Topology, config: Mapping[str, Any]) -> None:
     for key in ("intermediate_size", "moe_intermediate_size"):
         width = text.get(key)
         if group and isinstance(width, int) and (width // topology.tp_size) % group:
+            fits = _largest_divisor(width // group, topology.tp_size)
             raise OperatorError(
                 f"--tp-size {topology.tp_size} cuts the model's {key} {width} across quantisation groups of {group}: "
-                f"use a size that divides {width // group}, such as --tp-size {_largest_divisor(width // group, topology.tp_size)}"
+                f"use a size that divides {width // group}, such as --tp-size {fits}"
             )
 
 
@@ -98,7 +99,8 @@ def _refuse_split(topology: Topology, what: str, width: int, parts: int, size_na
     else:
         fix = f"use --tp-size {fits}"
     raise OperatorError(
-        f"--tp-size {topology.tp_size} asks for {size_name} {parts}, but the model's {width} {what} do not divide by it: {fix}"
+        f"--tp-size {topology.tp_size} asks for {size_name} {parts}, "
+        f"but the model's {width} {what} do not divide by it: {fix}"
     )
 
 

@@ -86,3 +86,13 @@ class DeregisterRequest(_message.Message):
 class DeregisterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class GetClusterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetClusterResponse(_message.Message):
+    __slots__ = ("cluster_json",)
+    CLUSTER_JSON_FIELD_NUMBER: _ClassVar[int]
+    cluster_json: str
+    def __init__(self, cluster_json: _Optional[str] = ...) -> None: ...

@@ -54,6 +54,11 @@ class RegistryServiceStub:
                 request_serializer=pomona_dot_v1_dot_registry__pb2.DeregisterRequest.SerializeToString,
                 response_deserializer=pomona_dot_v1_dot_registry__pb2.DeregisterResponse.FromString,
                 _registered_method=True)
+        self.GetCluster = channel.unary_unary(
+                '/pomona.v1.RegistryService/GetCluster',
+                request_serializer=pomona_dot_v1_dot_registry__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=pomona_dot_v1_dot_registry__pb2.GetClusterResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer:
@@ -87,6 +92,13 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCluster(self, request, context):
+        """The plan in force with live pools, as people see it (GET /cluster, `pomona status`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.Deregister,
                     request_deserializer=pomona_dot_v1_dot_registry__pb2.DeregisterRequest.FromString,
                     response_serializer=pomona_dot_v1_dot_registry__pb2.DeregisterResponse.SerializeToString,
+            ),
+            'GetCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCluster,
+                    request_deserializer=pomona_dot_v1_dot_registry__pb2.GetClusterRequest.FromString,
+                    response_serializer=pomona_dot_v1_dot_registry__pb2.GetClusterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class RegistryService:
             '/pomona.v1.RegistryService/Deregister',
             pomona_dot_v1_dot_registry__pb2.DeregisterRequest.SerializeToString,
             pomona_dot_v1_dot_registry__pb2.DeregisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pomona.v1.RegistryService/GetCluster',
+            pomona_dot_v1_dot_registry__pb2.GetClusterRequest.SerializeToString,
+            pomona_dot_v1_dot_registry__pb2.GetClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,14 +1,14 @@
 """The error tree, split by who can act.
 
-    PomonaError
-    ├── OperatorError       the person at the command line: a flag, a path, a limit; exit code 2
-    │   ├── ModelError      a model that is not there, is no model, or is of an architecture we do not serve
-    │   └── CapacityError   limits that give an owner nothing
-    ├── RequestError        the client of the API: HTTP 4xx, with OpenAI's `param` and `code`
-    ├── Unavailable         this owner cannot take the request, another may
-    │   └── Overloaded      …because its queue is full
-    ├── LostHost            a worker or host went away while it was needed
-    └── EngineError         our bug, or MLX's: the request failed, the engine goes on
+PomonaError
+├── OperatorError       the person at the command line: a flag, a path, a limit; exit code 2
+│   ├── ModelError      a model that is not there, is no model, or is of an architecture we do not serve
+│   └── CapacityError   limits that give an owner nothing
+├── RequestError        the client of the API: HTTP 4xx, with OpenAI's `param` and `code`
+├── Unavailable         this owner cannot take the request, another may
+│   └── Overloaded      …because its queue is full
+├── LostHost            a worker or host went away while it was needed
+└── EngineError         our bug, or MLX's: the request failed, the engine goes on
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ class Unavailable(PomonaError):
 
 class Overloaded(Unavailable):
     """The owner's queue is full."""
+
+
+class StaleEpoch(Unavailable):
+    """The request was routed under an older plan than the one in force."""
 
 
 class LostHost(PomonaError):

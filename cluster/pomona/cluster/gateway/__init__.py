@@ -1,0 +1,1 @@
+"""The HTTP front of a cluster: OpenAI's API in, `Generate` calls out."""

@@ -1,0 +1,184 @@
+"""PromptEncoder: every kind of prompt becomes ids, and every mistake the client's error."""
+
+import json
+
+import pytest
+
+from pomona.v1.inference_pb2 import ChatPrompt, GenerateRequest, TokenPrompt
+from pomona.workers.errors import RequestError
+from pomona.workers.text.prompt import PromptEncoder
+
+BOS, VOCABULARY = 1, 1000
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class FakeTokenizer:
+    """A token a character (its code point); encode puts BOS (1) first when asked for special tokens."""
+
+    def __init__(self, *, has_chat_template=True, bos_token="<s>", template=None):
+        self.has_chat_template = has_chat_template
+        self.bos_token = bos_token
+        self._template = template or (lambda messages, **_: [ord(c) for m in messages for c in m["content"]])
+        self.calls = []
+
+    def apply_chat_template(self, messages, **kwargs):
+        self.calls.append((messages, kwargs))
+        return self._template(messages, **kwargs)
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [BOS] * add_special_tokens + [ord(c) for c in text]
+
+
+def encode(request, tokenizer=None):
+    return PromptEncoder(tokenizer or FakeTokenizer(), VOCABULARY).encode(request)
+
+
+def chat(messages=MESSAGES, arguments=None, **fields):
+    rendered = "" if arguments is None else json.dumps(arguments)
+    return GenerateRequest(
+        chat=ChatPrompt(messages_json=json.dumps(messages), template_arguments_json=rendered, **fields)
+    )
+
+
+def ids_of(text):
+    return tuple(ord(c) for c in text)
+
+
+def raising(error):
+    def template(messages, **_):
+        raise error
+
+    return template
+
+
+def test_messages_are_rendered_by_the_template_with_a_generation_prompt():
+    tokenizer = FakeTokenizer()
+    assert encode(chat(), tokenizer) == ids_of("hi")
+    assert tokenizer.calls == [(MESSAGES, {"add_generation_prompt": True})]
+
+
+def test_a_final_message_is_continued_instead():
+    tokenizer = FakeTokenizer()
+    encode(chat(continue_final_message=True), tokenizer)
+    assert tokenizer.calls == [(MESSAGES, {"continue_final_message": True})]
+
+
+def test_template_arguments_reach_the_template_and_do_not_override_the_generation_prompt():
+    tokenizer = FakeTokenizer()
+    encode(chat(arguments={"enable_thinking": False, "add_generation_prompt": False}), tokenizer)
+    assert tokenizer.calls[0][1] == {"enable_thinking": False, "add_generation_prompt": True}
+
+
+def test_text_gets_the_special_tokens():
+    assert encode(GenerateRequest(text="hi")) == (BOS, *ids_of("hi"))
+
+
+def test_text_that_spells_out_the_bos_token_gets_no_second_one():
+    assert encode(GenerateRequest(text="<s>hi")) == ids_of("<s>hi")
+
+
+def test_a_tokenizer_without_a_bos_token_decides_for_itself():
+    assert encode(GenerateRequest(text="<s>"), FakeTokenizer(bos_token=None)) == (BOS, *ids_of("<s>"))
+
+
+def test_empty_text_is_a_prompt_of_special_tokens():
+    assert encode(GenerateRequest(text="")) == (BOS,)
+
+
+def test_ids_are_taken_as_they_are():
+    assert encode(GenerateRequest(tokens=TokenPrompt(ids=[5, 0, 999]))) == (5, 0, 999)
+
+
+def test_a_request_without_a_prompt_is_refused():
+    with pytest.raises(RequestError, match="no prompt") as caught:
+        encode(GenerateRequest())
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("error", [ValueError("roles must alternate"), TypeError("a list"), RuntimeError("whatever")])
+def test_whatever_the_template_raises_is_an_error_about_the_messages(error):
+    with pytest.raises(RequestError, match=str(error)) as caught:
+        encode(chat(), FakeTokenizer(template=raising(error)))
+    assert (caught.value.param, caught.value.status) == ("messages", 400)
+    assert caught.value.__cause__ is error
+
+
+def test_template_arguments_that_are_no_object_are_an_error_about_the_request():
+    with pytest.raises(RequestError):
+        encode(chat(arguments=["not", "an", "object"]))
+
+
+def test_messages_to_a_model_without_a_template_name_the_other_endpoint():
+    with pytest.raises(RequestError, match="/v1/completions") as caught:
+        encode(chat(), FakeTokenizer(has_chat_template=False))
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("error", [TypeError("bad text"), ValueError("bad text")])
+def test_text_that_cannot_be_tokenised_is_an_error_about_the_prompt(error):
+    class Refusing(FakeTokenizer):
+        def encode(self, text, **_):
+            raise error
+
+    with pytest.raises(RequestError, match="cannot be tokenised: bad text") as caught:
+        encode(GenerateRequest(text="x"), Refusing())
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("ids", [[VOCABULARY], [1, 2, 2**32 - 1]])
+def test_ids_outside_the_vocabulary_are_named(ids):
+    with pytest.raises(RequestError, match=f"token id {ids[-1]} is outside the vocabulary of {VOCABULARY}") as caught:
+        encode(GenerateRequest(tokens=TokenPrompt(ids=ids)))
+    assert caught.value.param == "prompt"
+
+
+def test_resumed_ids_must_be_of_the_vocabulary_too():
+    with pytest.raises(RequestError, match="token id 1000"):
+        encode(GenerateRequest(text="hi", resume_ids=[VOCABULARY]))
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt"),
+    [
+        (GenerateRequest(text="hi"), (BOS, *ids_of("hi"))),
+        (GenerateRequest(tokens=TokenPrompt(ids=[5])), (5,)),
+        (chat(), ids_of("hi")),
+    ],
+    ids=["text", "tokens", "chat"],
+)
+def test_ids_to_resume_from_come_after_any_prompt(request_, prompt):
+    request_.resume_ids.extend([7, 8])
+    assert encode(request_) == (*prompt, 7, 8)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=TypeError,
+    reason="template argument `tokenize` reaches apply_chat_template: it returns a str, and `i >= vocab` fails",
+)
+def test_the_client_cannot_turn_tokenising_off():
+    def template(messages, *, tokenize=True, **_):
+        text = "".join(m["content"] for m in messages)
+        return [ord(c) for c in text] if tokenize else text
+
+    try:
+        ids = encode(chat(arguments={"tokenize": False}), FakeTokenizer(template=template))
+    except RequestError:
+        return
+    assert ids == ids_of("hi")
+
+
+@pytest.mark.xfail(
+    strict=True, raises=json.JSONDecodeError, reason="json.loads of both fields is outside any try: not a RequestError"
+)
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        ChatPrompt(messages_json="not json"),
+        ChatPrompt(messages_json="[]", template_arguments_json="not json"),
+    ],
+    ids=["messages", "arguments"],
+)
+def test_broken_json_is_the_callers_error(prompt):
+    with pytest.raises(RequestError):
+        encode(GenerateRequest(chat=prompt))

@@ -1,0 +1,37 @@
+"""The Ray actor of a rank: holds a Worker, and no logic. Its process death is the head's death notice."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from pomona.workers.spec import Ended, Progress, WorkerSpec
+
+
+class WorkerActor:
+    """An async actor. Ray starts it with the environment that MLX needs; MLX is imported on the engine thread."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        self._spec = spec
+        self._worker: object | None = None
+
+    async def run(self) -> Ended:
+        """Serve until `stop`, or say why that cannot be."""
+        from pomona.workers.worker import Worker
+
+        self._worker = worker = Worker(self._spec)
+        return await worker.run()
+
+    async def progress(self) -> Progress:
+        """How far the start is."""
+        return self._worker.progress if self._worker is not None else Progress()  # type: ignore[attr-defined]
+
+    async def stop(self) -> None:
+        """End `run`."""
+        if self._worker is not None:
+            self._worker.stop()  # type: ignore[attr-defined]
+
+    async def pid(self) -> int:
+        """The worker process, for people and tests."""
+        return os.getpid()

@@ -1,0 +1,99 @@
+"""The three pools: request slots, KV tokens, auxiliary-state slots. Nothing runs that all three have not admitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one request takes of each pool while it is in: one slot, tokens, auxiliary slots."""
+
+    kv_tokens: int
+    aux_slots: int
+    requests: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A pool at one moment; used + evictable + free == capacity."""
+
+    capacity: int
+    used: int
+    evictable: int = 0
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used - self.evictable
+
+
+class Pool:
+    """A counted resource. `used + evictable + free == capacity` at every moment."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._limit = capacity
+        self._used = 0
+
+    @property
+    def capacity(self) -> int:
+        """The limit in force; while a lowered limit waits for its users to leave, what they still hold."""
+        return max(self._limit, self._used)
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self._used
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def resize(self, capacity: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"a pool cannot hold {capacity}")
+        self._limit = capacity
+
+    def take(self, amount: int) -> None:
+        if not 0 <= amount <= self.free:
+            raise ValueError(f"cannot take {amount} of {self.free} free")
+        self._used += amount
+
+    def give(self, amount: int) -> None:
+        if not 0 <= amount <= self._used:
+            raise ValueError(f"cannot give back {amount} of {self._used} used")
+        self._used -= amount
+
+    def view(self) -> PoolView:
+        return PoolView(self.capacity, self._used)
+
+
+class Pools:
+    """All three together: a need is taken whole or not at all."""
+
+    def __init__(self, *, requests: int = 0, kv_tokens: int = 0, aux_slots: int = 0) -> None:
+        self.requests = Pool(requests)
+        self.kv_tokens = Pool(kv_tokens)
+        self.aux_slots = Pool(aux_slots)
+
+    def has_room(self, need: Need) -> bool:
+        return (
+            need.requests <= self.requests.free
+            and need.kv_tokens <= self.kv_tokens.free
+            and need.aux_slots <= self.aux_slots.free
+        )
+
+    def take(self, need: Need) -> None:
+        if not self.has_room(need):
+            raise ValueError(f"no room for {need}")
+        self.requests.take(need.requests)
+        self.kv_tokens.take(need.kv_tokens)
+        self.aux_slots.take(need.aux_slots)
+
+    def give(self, need: Need) -> None:
+        self.requests.give(need.requests)
+        self.kv_tokens.give(need.kv_tokens)
+        self.aux_slots.give(need.aux_slots)
+
+    def resize(self, *, requests: int, kv_tokens: int, aux_slots: int) -> None:
+        self.requests.resize(requests)
+        self.kv_tokens.resize(kv_tokens)
+        self.aux_slots.resize(aux_slots)

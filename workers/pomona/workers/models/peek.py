@@ -1,0 +1,77 @@
+"""A model's sizes without its weights, from a process of its own: importing mlx-lm lowers the file limit of whoever
+does (and on a Mac starts Metal), which the command line must not pass on to Ray.
+
+    python -m pomona.workers.models.peek FOLDER [--dtype auto] [--trust-remote-code]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import ModelError, PomonaError
+from .profile import StateShape
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What `plan` needs to know of a model and of this machine. Bytes and tokens."""
+
+    kv_bytes_per_token: int
+    aux_bytes_per_slot: int
+    weights_bytes: int
+    context_tokens: int
+    working_set_bytes: int
+
+    @property
+    def shape(self) -> StateShape:
+        return StateShape(self.kv_bytes_per_token, self.aux_bytes_per_slot)
+
+
+def peek(folder: Path, *, dtype: str, trust_remote_code: bool) -> Sizes:
+    """Ask a child process. Raises ModelError with the child's own sentence."""
+    command = [sys.executable, "-m", __name__, str(folder), "--dtype", dtype]
+    command += ["--trust-remote-code"] if trust_remote_code else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as exc:
+        raise ModelError(f"{folder}: reading its configuration took more than {TIMEOUT_S:.0f} s") from exc
+    answer = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode or not answer:
+        reason = answer or done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise ModelError(reason)
+    return Sizes(**json.loads(answer))
+
+
+def _main() -> int:
+    from . import profile
+
+    parser = argparse.ArgumentParser(description="Print a model's sizes as JSON, without loading its weights.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    args = parser.parse_args()
+    try:
+        found = profile.peek(args.folder, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    except PomonaError as exc:
+        print(exc)
+        return 1
+    sizes = Sizes(
+        found.shape.kv_bytes_per_token,
+        found.shape.aux_bytes_per_slot,
+        found.weights_bytes,
+        found.context_tokens,
+        profile.working_set_bytes(),
+    )
+    print(json.dumps(asdict(sizes)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

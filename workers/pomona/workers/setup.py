@@ -1,0 +1,134 @@
+"""What the engine thread does first: fetch or convert, read weights, measure memory. Everything that touches MLX."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pomona.workers import environment
+from pomona.workers.engine.base import Share
+from pomona.workers.engine.engine import EngineParts
+from pomona.workers.errors import OperatorError
+from pomona.workers.models.profile import MemoryProfile
+from pomona.workers.spec import Progress, Stage, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the rest of the worker needs to know of the model."""
+
+    parts: EngineParts
+    memory: MemoryProfile
+    tokenizer: Any
+    vocab_size: int
+
+
+def prepare(spec: WorkerSpec, report: Report) -> Loaded:
+    """Load the model that the spec names and profile it. Runs on the engine thread. Raises OperatorError."""
+    import mlx.core as mx
+
+    from pomona.workers.models import loading, profile
+
+    path = local_folder(spec, report)
+    report(Progress(Stage.READING))
+    model = loading.load(
+        path,
+        trust_remote_code=spec.trust_remote_code,
+        dtype=spec.dtype,
+        progress=lambda done, total: report(Progress(Stage.READING, done, total)),
+    )
+    context = context_tokens(spec, model.context_tokens)
+    report(Progress(Stage.MEASURING))
+    budget = profile.budget(spec.mem_fraction_static, spec.ranks_on_host)
+    memory = profile.kv_pool(
+        budget,
+        model.weights_bytes,
+        profile.measure_reserve(model.model, min(spec.chunked_prefill_size, context)),
+        profile.state_shape(model.model),
+        ranks_on_host=spec.ranks_on_host,
+        aux_slots=spec.aux_slots,
+        mamba_full_memory_ratio=spec.mamba_full_memory_ratio,
+        max_total_tokens=spec.max_total_tokens,
+        context_tokens=context,
+    )
+    # Over the limit MLX frees its cache before it allocates; what Metal cannot give would abort the process.
+    mx.set_memory_limit(budget)
+    vocab_size = _vocab_size(model.model, model.config, model.tokenizer)
+    parts = EngineParts(
+        make_runner=lambda share: _runner(spec, model, vocab_size, share),
+        new_text=lambda stops: _text(model.tokenizer, stops),
+        memory=lambda: (mx.get_active_memory(), budget),
+        context_tokens=context,
+    )
+    return Loaded(parts, memory, model.tokenizer, vocab_size)
+
+
+def local_folder(spec: WorkerSpec, report: Report) -> Path:
+    """The mlx-lm folder of the spec's model on this host: found, downloaded, or converted from GGUF."""
+    from pomona.workers.models import gguf, source
+
+    found = source.resolve(spec.source)
+    if found.path is None:
+        report(Progress(Stage.FETCHING))
+    path = source.fetch(found, lambda done, total: report(Progress(Stage.FETCHING, done, total)))
+    if path.is_dir():
+        return path
+    report(Progress(Stage.CONVERTING))
+    scale = path.stat().st_size
+    return gguf.cached_conversion(
+        path,
+        environment.cache_dir(),
+        gguf_dtype(spec.dtype),
+        lambda done: report(Progress(Stage.CONVERTING, int(done * scale), scale)),
+    )
+
+
+def gguf_dtype(dtype: str) -> str:
+    """Quantised weights stay so on a GPU; on a CPU, where 4-bit is unusably slow (FACTS), they become float32."""
+    import mlx.core as mx
+
+    if dtype != "auto":
+        return dtype
+    return "quantized" if mx.metal.is_available() else "float32"
+
+
+def context_tokens(spec: WorkerSpec, model_context: int) -> int:
+    """The context window in force. Raises OperatorError when more is asked for than the model has."""
+    if spec.context_length is None:
+        return model_context
+    if spec.context_length > model_context:
+        raise OperatorError(
+            f"--context-length {spec.context_length} is more than {spec.model}'s {model_context}: "
+            f"use at most {model_context}"
+        )
+    return spec.context_length
+
+
+def _vocab_size(model: Any, config: dict[str, Any], tokenizer: Any) -> int:
+    text = config.get("text_config") or config
+    return int(text.get("vocab_size") or len(tokenizer))
+
+
+def _runner(spec: WorkerSpec, model: Any, vocab_size: int, share: Share) -> Any:
+    from pomona.workers.engine.runner import BatchRunner
+
+    return BatchRunner(
+        model.model,
+        eos=model.tokenizer.eos_token_ids,
+        vocab_size=vocab_size,
+        max_batch=share.max_running_requests,
+        chunk_tokens=spec.chunked_prefill_size,
+    )
+
+
+def _text(tokenizer: Any, stops: tuple[str, ...]) -> Any:
+    from pomona.workers.text.stream import TextStream
+
+    return TextStream(tokenizer.detokenizer, stops)

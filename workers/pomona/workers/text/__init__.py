@@ -1,0 +1,1 @@
+"""Text in and out of tokens: chat templates, incremental detokenisation, stop strings."""

@@ -1,0 +1,64 @@
+"""From what the client meant (messages, text, ids) to token ids. The worker alone knows the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from pomona.v1 import inference_pb2
+from pomona.workers.errors import RequestError
+
+
+class Tokenizer(Protocol):
+    """The part of mlx-lm's TokenizerWrapper that prompts need."""
+
+    has_chat_template: bool
+    bos_token: str | None
+
+    def apply_chat_template(self, messages: list[Any], **kwargs: Any) -> list[int]: ...
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+
+
+class PromptEncoder:
+    """Renders and tokenises prompts. Not thread safe: the worker calls it from one thread of its own."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def encode(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        """Token ids of the request's prompt, then those it resumes from. Raises RequestError."""
+        kind = request.WhichOneof("prompt")
+        if kind == "chat":
+            ids = self._chat(request.chat)
+        elif kind == "text":
+            ids = self._text(request.text)
+        elif kind == "tokens":
+            ids = list(request.tokens.ids)
+        else:
+            raise RequestError("the request has no prompt", param="prompt")
+        ids = [*ids, *request.resume_ids]
+        beyond = next((i for i in ids if i >= self._vocab_size), None)
+        if beyond is not None:
+            raise RequestError(f"token id {beyond} is outside the vocabulary of {self._vocab_size}", param="prompt")
+        return tuple(ids)
+
+    def _text(self, text: str) -> list[int]:
+        # As mlx-lm's own generate: a prompt that spells out the BOS token does not get another one.
+        bos = self._tokenizer.bos_token
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
+        except (TypeError, ValueError) as exc:
+            raise RequestError(f"the prompt cannot be tokenised: {exc}", param="prompt") from exc
+
+    def _chat(self, chat: inference_pb2.ChatPrompt) -> list[int]:
+        if not self._tokenizer.has_chat_template:
+            raise RequestError("this model has no chat template: use /v1/completions", param="messages")
+        messages = json.loads(chat.messages_json)
+        arguments = json.loads(chat.template_arguments_json) if chat.template_arguments_json else {}
+        tail = "continue_final_message" if chat.continue_final_message else "add_generation_prompt"
+        try:
+            return list(self._tokenizer.apply_chat_template(messages, **{**arguments, tail: True}))
+        except Exception as exc:  # a template is the model authors' program: whatever it raises, these messages caused
+            raise RequestError(f"the model's chat template refuses these messages: {exc}", param="messages") from exc
