@@ -35,7 +35,7 @@ class ServeConfig(BaseModel):
     mem_fraction_static: float = Field(default=0.8, gt=0, le=1)
     mamba_full_memory_ratio: float = Field(default=0.9, gt=0)
     disable_radix_cache: bool = False
-    chunked_prefill_size: int = Field(default=256, ge=16)
+    chunked_prefill_size: int = Field(default=512, ge=16)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trust_remote_code: bool = False
     host: str = "127.0.0.1"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pomona.workers import environment
-from pomona.workers.engine.base import Share
 from pomona.workers.engine.engine import EngineParts
 from pomona.workers.errors import OperatorError
 from pomona.workers.models.profile import MemoryProfile
@@ -62,7 +61,7 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
     mx.set_memory_limit(budget)
     vocab_size = _vocab_size(model.model, model.config, model.tokenizer)
     parts = EngineParts(
-        make_runner=lambda share: _runner(spec, model, vocab_size, share),
+        make_runner=lambda: _runner(spec, model, vocab_size),
         new_text=lambda stops: _text(model.tokenizer, stops),
         memory=lambda: (mx.get_active_memory(), budget),
         context_tokens=context,
@@ -116,14 +115,13 @@ def _vocab_size(model: Any, config: dict[str, Any], tokenizer: Any) -> int:
     return int(text.get("vocab_size") or len(tokenizer))
 
 
-def _runner(spec: WorkerSpec, model: Any, vocab_size: int, share: Share) -> Any:
+def _runner(spec: WorkerSpec, model: Any, vocab_size: int) -> Any:
     from pomona.workers.engine.runner import BatchRunner
 
     return BatchRunner(
         model.model,
         eos=model.tokenizer.eos_token_ids,
         vocab_size=vocab_size,
-        max_batch=share.max_running_requests,
         chunk_tokens=spec.chunked_prefill_size,
     )
 

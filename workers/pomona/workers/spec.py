@@ -26,7 +26,7 @@ class WorkerSpec:
     mamba_full_memory_ratio: float = 0.9
     max_total_tokens: int | None = None
     context_length: int | None = None
-    chunked_prefill_size: int = 256
+    chunked_prefill_size: int = 512
     max_queued_requests: int = 1024
     dtype: str = "auto"
     trust_remote_code: bool = False

@@ -38,6 +38,7 @@ def to_engine_request(request: inference_pb2.GenerateRequest, prompt: tuple[int,
         sampling=_to_sampling(s),
         stop=tuple(s.stop),
         ignore_eos=s.ignore_eos,
+        prompt_param="messages" if request.WhichOneof("prompt") == "chat" else "prompt",
     )
 
 

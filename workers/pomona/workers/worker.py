@@ -16,7 +16,7 @@ from pomona.v1 import inference_pb2_grpc, registry_pb2, telemetry_pb2
 from pomona.workers import rpc, wire
 from pomona.workers.engine.base import Batch, EngineLoad
 from pomona.workers.engine.engine import Engine, EngineParts
-from pomona.workers.errors import OperatorError, StaleEpoch, Unavailable
+from pomona.workers.errors import EngineError, OperatorError, StaleEpoch, Unavailable
 from pomona.workers.service import InferenceService
 from pomona.workers.setup import Loaded, prepare
 from pomona.workers.spec import Ended, Progress, Stage, WorkerSpec
@@ -50,11 +50,16 @@ class Worker:
         self._prepare = prepare_
         self._state = _State()
         self._stop = asyncio.Event()
+        self._ended = Ended("stopped")
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Loaded] = self._loop.create_future()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._engine = Engine(
-            self._set_up, self._publish, clock=time.monotonic, max_queued_requests=spec.max_queued_requests
+            self._set_up,
+            self._publish,
+            clock=time.monotonic,
+            on_exit=self._on_engine_exit,
+            max_queued_requests=spec.max_queued_requests,
         )
         self._reporter: Reporter | None = None
 
@@ -70,7 +75,7 @@ class Worker:
             return Ended(f"loading {self.spec.source} failed: {type(exc).__name__}: {exc}")
         with ThreadPoolExecutor(1, "pomona-tokenizer") as tokenizing:
             await self._serve(loaded, tokenizing)
-        return Ended("stopped")
+        return self._ended
 
     def stop(self) -> None:
         """End `run`: requests get an error, the head is told."""
@@ -180,6 +185,13 @@ class Worker:
             return None
         self._loop.call_soon_threadsafe(self._loaded.set_result, loaded)
         return loaded.parts
+
+    def _on_engine_exit(self, failure: EngineError | None) -> None:
+        def end() -> None:
+            self._ended = Ended(str(failure) if failure else "stopped")
+            self._stop.set()
+
+        self._loop.call_soon_threadsafe(end)
 
     def _set_progress(self, progress: Progress) -> None:
         self.progress = progress

@@ -38,7 +38,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as tokens. `max_tokens` None means whatever the context window leaves."""
+    """A request as tokens. `max_tokens` None means whatever the context window leaves; `prompt_param` is the client's
+    own name for the prompt, for errors."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -46,6 +47,7 @@ class EngineRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    prompt_param: str = "prompt"
 
 
 @dataclass(frozen=True, slots=True)

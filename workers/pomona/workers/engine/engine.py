@@ -1,10 +1,13 @@
-"""The engine thread: the one thread that owns MLX. asyncio talks to it through an inbox, it answers in batches."""
+"""The engine thread: the one thread that owns MLX. Everybody else talks to the scheduler, under one lock.
+
+Submitting, refusing and cancelling never wait for a model step: they change the scheduler at once, and the step that
+runs meanwhile only loses the tokens of those who left.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -21,6 +24,8 @@ from pomona.workers.engine.base import (
     Runner,
     Share,
     Sink,
+    StepPlan,
+    StepResult,
     TokenLogprobs,
     TokenOut,
     Usage,
@@ -47,7 +52,7 @@ class Text(Protocol):
 class EngineParts:
     """What the engine thread makes for itself at start: everything here touches MLX or the tokenizer."""
 
-    make_runner: Callable[[Share], Runner]
+    make_runner: Callable[[], Runner]
     new_text: Callable[[tuple[str, ...]], Text]
     memory: Callable[[], tuple[int, int]]
     context_tokens: int
@@ -64,10 +69,11 @@ class _Answer:
 
 
 class Engine:
-    """Starts the thread, queues work for it, and publishes (answers, load) after every round.
+    """Runs the thread, and publishes (answers, load) after every step and every change.
 
     `setup` runs on the engine thread; None ends it (setup told whoever waits why).
-    `publish` is called on the engine thread with what the round produced and the new snapshot; it must not block.
+    `publish` is called on any thread, with what there is to deliver and the new snapshot; it must not block.
+    `on_exit` is called on the engine thread when it ends, with the reason if that is a failure.
     """
 
     def __init__(
@@ -76,21 +82,27 @@ class Engine:
         publish: Callable[[Batch, EngineLoad | None], None],
         *,
         clock: Clock,
+        on_exit: Callable[[EngineError | None], None] = lambda _: None,
         max_queued_requests: int = 1024,
     ) -> None:
         self._setup = setup
         self._publish = publish
+        self._on_exit = on_exit
         self._clock = clock
         self._max_queued = max_queued_requests
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="pomona-engine", daemon=True)
+        # Guards everything below; notified when there may be work.
+        self._lock = threading.Condition()
+        self._parts: EngineParts | None = None
+        self._scheduler: Scheduler | None = None
+        self._share: Share | None = None
         self._answers: dict[str, _Answer] = {}
         self._batch: Batch = []
         self._counters = Counters()
-        self._share: Share | None = None
-        self._runner: Runner | None = None
-        self._scheduler: Scheduler | None = None
+        self._stepped_at = clock()
         self._closing = False
+        # The engine thread's own.
+        self._runner: Runner | None = None
 
     # -- called from any thread -------------------------------------------------------------------------------
 
@@ -98,21 +110,51 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """Queue a request. Its answer, or the error that refuses it, arrives at `sink` through `publish`."""
-        self._inbox.put(lambda: self._submit(request, sink))
+        """Queue a request; its answer arrives at `sink` through `publish`. Raises the error that refuses it."""
+        with self._lock:
+            if self._scheduler is None or self._parts is None or self._closing:
+                raise Unavailable("this owner has no share" if not self._closing else "this owner stopped")
+            answer = _Answer(request, sink, self._parts.new_text(request.stop))
+            self._scheduler.submit(request)
+            self._answers[request.request_id] = answer
+            self._lock.notify()
+            self._flush()
 
     def cancel(self, request_id: str) -> None:
-        """End a request in any state, within one step."""
-        self._inbox.put(lambda: self._cancel(request_id))
+        """End a request in any state: what it held is free at once."""
+        with self._lock:
+            self._answers.pop(request_id, None)
+            if self._scheduler is not None and self._scheduler.cancel(request_id):
+                self._lock.notify()
+                self._flush()
 
     def allocate(self, share: Share) -> None:
-        """Put a share in force. An older epoch is refused."""
-        self._inbox.put(lambda: self._allocate(share))
+        """Put a share in force. One that is not newer is ignored. Queued requests that no longer fit are refused."""
+        with self._lock:
+            if self._parts is None or (self._share is not None and share.epoch <= self._share.epoch):
+                return
+            self._share = share
+            sizes = {
+                "requests": share.max_running_requests,
+                "kv_tokens": share.kv_tokens,
+                "aux_slots": share.aux_slots,
+            }
+            if self._scheduler is None:
+                rules = Rules(self._parts.context_tokens, share.aux_slots_per_request, self._max_queued)
+                self._scheduler = Scheduler(rules, Pools(**sizes))
+            else:
+                refused = self._scheduler.resize(**sizes)
+                self._fail(refused, Unavailable("this owner's share became too small for the request"))
+            self._lock.notify()
+            self._flush()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End everything with an error to each, then the thread. False when it did not end in time."""
-        self._inbox.put(None)
-        self._thread.join(timeout_s)
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     # -- the engine thread ------------------------------------------------------------------------------------
@@ -121,74 +163,82 @@ class Engine:
         parts = self._setup()
         if parts is None:
             return
-        self._parts = parts
-        while not self._closing:
-            self._take_inbox()
-            self._round()
-            self._flush()
-        self._shutdown()
+        with self._lock:
+            self._parts = parts
+        failure: EngineError | None = None
+        try:
+            while (plan := self._next_plan()) is not None:
+                self._step(plan)
+        except Exception as exc:
+            log.exception("the engine cannot go on")
+            failure = EngineError(f"the engine stopped: {type(exc).__name__}: {exc}")
+        self._shut_down(failure)
+        self._on_exit(failure)
 
-    def _take_inbox(self) -> None:
-        """Run what was queued; with nothing to step, wait for it (shortly, so that the snapshot stays fresh)."""
-        idle = self._scheduler is None or not self._scheduler.has_work()
-        with contextlib.suppress(queue.Empty):
-            self._run(self._inbox.get(timeout=IDLE_HEARTBEAT_S) if idle else self._inbox.get_nowait())
+    def _next_plan(self) -> StepPlan | None:
+        """Wait for work; None when the engine closes. While idle, show now and then that the thread lives."""
+        with self._lock:
             while not self._closing:
-                self._run(self._inbox.get_nowait())
+                self._stepped_at = self._clock()
+                if self._scheduler is not None and self._scheduler.has_work():
+                    return self._scheduler.plan()
+                if not self._lock.wait(IDLE_HEARTBEAT_S):
+                    self._flush()
+            return None
 
-    def _run(self, command: Callable[[], None] | None) -> None:
-        if command is None:
-            self._closing = True
-        else:
-            command()
-
-    def _round(self) -> None:
-        if self._scheduler is None or self._runner is None or not self._scheduler.has_work():
-            return
-        plan = self._scheduler.plan()
+    def _step(self, plan: StepPlan) -> None:
+        """One step of the model, outside the lock. Its failure fails the requests that were in it, nobody else."""
+        if self._runner is None:
+            assert self._parts is not None, "set up"
+            self._runner = self._parts.make_runner()
         try:
             result = self._runner.step(plan)
         except Exception as exc:
             log.exception("step failed")
-            self._fail_step(exc)
+            with self._lock:
+                error = EngineError(f"the engine failed while it ran this request ({type(exc).__name__}: {exc})")
+                self._fail(self._scheduler_in_force().fail_running(), error)
+                self._flush()
+            self._close_runner()
             return
+        with self._lock:
+            self._book(result)
+            self._flush()
+
+    def _close_runner(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            with contextlib.suppress(Exception):  # it may be what just failed
+                runner.close()
+
+    def _shut_down(self, failure: EngineError | None) -> None:
+        with self._lock:
+            self._closing = True
+            if self._scheduler is not None:
+                left = (*self._scheduler.fail_running(), *self._scheduler.drain_queue())
+                self._fail(left, failure or Unavailable("this owner stopped"))
+            self._flush()
+        self._close_runner()
+
+    # -- under the lock ---------------------------------------------------------------------------------------
+
+    def _book(self, result: StepResult) -> None:
+        self._stepped_at = self._clock()
         self._count(prompt_tokens=result.prompt_tokens)
-        for token in self._scheduler.commit(result):
-            self._emit(token)
-
-    def _submit(self, request: EngineRequest, sink: Sink) -> None:
-        try:
-            if self._scheduler is None:
-                raise Unavailable("this owner has no share yet")
-            self._scheduler.submit(request)
-            self._answers[request.request_id] = _Answer(request, sink, self._parts.new_text(request.stop))
-        except PomonaError as exc:
-            self._batch.append((sink, Delta(error=exc)))
-
-    def _cancel(self, request_id: str) -> None:
-        if self._scheduler is not None:
-            self._scheduler.cancel(request_id)
-        self._answers.pop(request_id, None)
-
-    def _allocate(self, share: Share) -> None:
-        if self._share is not None and share.epoch <= self._share.epoch:
-            return
-        self._share = share
-        sizes = {
-            "requests": share.max_running_requests,
-            "kv_tokens": share.kv_tokens,
-            "aux_slots": share.aux_slots,
-        }
-        if self._scheduler is None:
-            rules = Rules(self._parts.context_tokens, share.aux_slots_per_request, self._max_queued)
-            self._scheduler = Scheduler(rules, Pools(**sizes))
-            self._runner = self._parts.make_runner(share)
-        else:
-            self._scheduler.pools.resize(**sizes)
+        for token in self._scheduler_in_force().commit(result):
+            try:
+                self._emit(token)
+            except Exception as exc:
+                log.exception("text of %s failed", token.request_id)
+                self._scheduler_in_force().cancel(token.request_id)
+                error = EngineError(f"the text of this answer failed ({type(exc).__name__}: {exc})")
+                self._fail([token.request_id], error)
 
     def _emit(self, token: TokenOut) -> None:
         """Turn one token into text and queue it; a stop string ends the request here. EOS itself has no text."""
-        answer = self._answers[token.request_id]
+        answer = self._answers.get(token.request_id)
+        if answer is None:
+            return
         answer.generated += 1
         text, stopped = ("", False) if token.finish is FinishReason.STOP else answer.text.push(token.token)
         if token.finish is not None and not stopped:
@@ -207,15 +257,6 @@ class Engine:
         self._batch.append((answer.sink, Delta((token.token,), text, scores, finish, usage)))
         self._count(generation_tokens=1, finished_requests=int(finish is not None))
 
-    def _fail_step(self, cause: Exception) -> None:
-        """The runner lost everything it held: an error to each of its requests, then a new runner."""
-        failed = self._scheduler_in_force().fail_running()
-        error = EngineError(f"the engine failed while it ran this request ({type(cause).__name__}: {cause})")
-        self._fail(failed, error)
-        self._close_runner()
-        if self._share is not None:
-            self._runner = self._parts.make_runner(self._share)
-
     def _fail(self, request_ids: Iterable[str], error: PomonaError) -> None:
         for request_id in request_ids:
             answer = self._answers.pop(request_id, None)
@@ -228,14 +269,12 @@ class Engine:
 
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
-        if self._scheduler is not None:
-            self._publish(batch, self._load())
-        elif batch:
-            self._publish(batch, None)
+        if batch or self._scheduler is not None:
+            self._publish(batch, self._load() if self._scheduler is not None else None)
 
     def _load(self) -> EngineLoad:
         scheduler, share = self._scheduler_in_force(), self._share
-        active, limit = self._parts.memory()
+        active, limit = self._parts.memory() if self._parts is not None else (0, 0)
         return EngineLoad(
             epoch=share.epoch if share else 0,
             running=scheduler.running,
@@ -245,7 +284,7 @@ class Engine:
             aux_slots=scheduler.pools.aux_slots.view(),
             aux_slots_per_request=scheduler.rules.aux_slots_per_request,
             counters=self._counters,
-            stepped_at=self._clock(),
+            stepped_at=self._stepped_at,
             active_bytes=active,
             limit_bytes=limit,
         )
@@ -253,16 +292,3 @@ class Engine:
     def _scheduler_in_force(self) -> Scheduler:
         assert self._scheduler is not None, "no share in force"
         return self._scheduler
-
-    def _shutdown(self) -> None:
-        if self._scheduler is not None:
-            stopped = Unavailable("this owner stopped")
-            self._fail((*self._scheduler.fail_running(), *self._scheduler.drain_queue()), stopped)
-        self._close_runner()
-        self._flush()
-
-    def _close_runner(self) -> None:
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            with contextlib.suppress(Exception):  # it may be what just failed
-                runner.close()

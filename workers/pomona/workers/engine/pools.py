@@ -13,6 +13,10 @@ class Need:
     aux_slots: int
     requests: int = 1
 
+    def __post_init__(self) -> None:
+        if min(self.kv_tokens, self.aux_slots, self.requests) < 0:
+            raise ValueError(f"{self} is negative")
+
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
@@ -31,8 +35,13 @@ class Pool:
     """A counted resource. `used + evictable + free == capacity` at every moment."""
 
     def __init__(self, capacity: int = 0) -> None:
-        self._limit = capacity
         self._used = 0
+        self.resize(capacity)
+
+    @property
+    def limit(self) -> int:
+        """What the share in force allows."""
+        return self._limit
 
     @property
     def capacity(self) -> int:
@@ -88,12 +97,26 @@ class Pools:
         self.kv_tokens.take(need.kv_tokens)
         self.aux_slots.take(need.aux_slots)
 
+    def fits(self, need: Need) -> bool:
+        """Whether the need could ever be met, with everybody else gone."""
+        return (
+            need.requests <= self.requests.limit
+            and need.kv_tokens <= self.kv_tokens.limit
+            and need.aux_slots <= self.aux_slots.limit
+        )
+
     def give(self, need: Need) -> None:
+        if need.requests > self.requests.used or need.kv_tokens > self.kv_tokens.used:
+            raise ValueError(f"cannot give back {need}: more than is used")
+        if need.aux_slots > self.aux_slots.used:
+            raise ValueError(f"cannot give back {need}: more than is used")
         self.requests.give(need.requests)
         self.kv_tokens.give(need.kv_tokens)
         self.aux_slots.give(need.aux_slots)
 
     def resize(self, *, requests: int, kv_tokens: int, aux_slots: int) -> None:
+        if min(requests, kv_tokens, aux_slots) < 0:
+            raise ValueError("a pool cannot hold less than nothing")
         self.requests.resize(requests)
         self.kv_tokens.resize(kv_tokens)
         self.aux_slots.resize(aux_slots)

@@ -15,22 +15,23 @@ from pomona.workers.engine.sampling import sampler_for
 # Prompts that prefill together. More does not help: prefill is bound by compute, not by reading weights.
 PREFILL_BATCH = 8
 MIN_CHUNK_TOKENS = 16
+# The scheduler's pools say how many run; the generator is not to have a limit of its own.
+UNBOUNDED = 1 << 20
 
 
 class BatchRunner:
     """Continuous batching by mlx-lm. `chunk_tokens` bounds the prompt tokens of one step, over all prompts."""
 
-    def __init__(self, model: Any, *, eos: Collection[int], vocab_size: int, max_batch: int, chunk_tokens: int) -> None:
+    def __init__(self, model: Any, *, eos: Collection[int], vocab_size: int, chunk_tokens: int) -> None:
         self._eos = frozenset(eos)
         self._vocab_size = vocab_size
         self._chunk_tokens = chunk_tokens
         self._stop_at_eos = StopSequences([(token,) for token in sorted(self._eos)])
         self._stop_never = StopSequences()
-        prefill = min(PREFILL_BATCH, max_batch)
         self._generator = BatchGenerator(
             model,
-            completion_batch_size=max_batch,
-            prefill_batch_size=prefill,
+            completion_batch_size=UNBOUNDED,
+            prefill_batch_size=PREFILL_BATCH,
             prefill_step_size=chunk_tokens,
         )
         self._uids: dict[str, int] = {}

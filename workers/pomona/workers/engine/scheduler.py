@@ -13,7 +13,7 @@ from enum import Enum
 
 from pomona.workers.engine.base import Admitted, EngineRequest, StepPlan, StepResult, TokenOut
 from pomona.workers.engine.pools import Need, Pools
-from pomona.workers.errors import Overloaded, RequestError
+from pomona.workers.errors import Overloaded, RequestError, Unavailable
 
 
 class Phase(Enum):
@@ -92,11 +92,10 @@ class Scheduler:
             raise Overloaded(f"the queue is full: {len(self._waiting)} requests wait (--max-queued-requests)")
         max_tokens = self._settle_max_tokens(request)
         need = Need(len(request.prompt) + max_tokens, self.rules.aux_slots_per_request)
-        if need.aux_slots > self.pools.aux_slots.capacity or not self.pools.requests.capacity:
-            raise RequestError(
-                f"a request needs {need.aux_slots} auxiliary-state slots and this owner has "
-                f"{self.pools.aux_slots.capacity}",
-                code="capacity_exceeded",
+        if not self.pools.fits(need):
+            raise Unavailable(
+                f"a request needs {need.requests} request slot and {need.aux_slots} auxiliary-state slots; this owner "
+                f"has {self.pools.requests.limit} and {self.pools.aux_slots.limit}"
             )
         self._waiting[request.request_id] = Live(Admitted(request, max_tokens), need)
         return max_tokens
@@ -105,13 +104,13 @@ class Scheduler:
         """min(what was asked, what the context leaves, what the whole KV pool leaves)."""
         prompt = len(request.prompt)
         if prompt == 0:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        window, pool = self.rules.context_tokens, self.pools.kv_tokens.capacity
+            raise RequestError("the prompt has no tokens", param=request.prompt_param)
+        window, pool = self.rules.context_tokens, self.pools.kv_tokens.limit
         for limit, what in ((window, "the model's context window is"), (pool, "this server's KV pool holds")):
             if prompt + 1 > limit:
                 raise RequestError(
                     f"the prompt has {prompt} tokens and an answer needs at least 1, but {what} {limit} tokens",
-                    param="messages",
+                    param=request.prompt_param,
                     code="context_length_exceeded",
                 )
         left = min(window, pool) - prompt
@@ -159,16 +158,27 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> tuple[TokenOut, ...]:
         """Book a step's tokens; returns those of requests that are still here."""
-        booked = tuple(token for token in result.tokens if token.request_id in self._running)
-        for token in booked:
-            live = self._running[token.request_id]
+        booked = []
+        for token in result.tokens:
+            live = self._running.get(token.request_id)
+            if live is None:
+                continue
+            booked.append(token)
             if live.phase is Phase.PREFILLING:
                 live.move(Phase.DECODING)
             live.generated += 1
             if token.finish is not None:
                 live.move(Phase.FINISHED)
                 self._release(token.request_id)
-        return booked
+        return tuple(booked)
+
+    def resize(self, *, requests: int, kv_tokens: int, aux_slots: int) -> tuple[str, ...]:
+        """Put new limits in force; ends and returns the queued requests that no longer fit them."""
+        self.pools.resize(requests=requests, kv_tokens=kv_tokens, aux_slots=aux_slots)
+        refused = tuple(r for r, live in self._waiting.items() if not self.pools.fits(live.need))
+        for request_id in refused:
+            self.cancel(request_id)
+        return refused
 
     def fail_running(self) -> tuple[str, ...]:
         """The runner lost everything: end all running requests, keep the queue."""

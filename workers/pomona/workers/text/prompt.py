@@ -8,6 +8,24 @@ from typing import Any, Protocol
 from pomona.v1 import inference_pb2
 from pomona.workers.errors import RequestError
 
+# What the template is called with is the server's to say; a client's template would be a program of theirs.
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "conversation",
+        "continue_final_message",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+
 
 class Tokenizer(Protocol):
     """The part of mlx-lm's TokenizerWrapper that prompts need."""
@@ -55,10 +73,24 @@ class PromptEncoder:
     def _chat(self, chat: inference_pb2.ChatPrompt) -> list[int]:
         if not self._tokenizer.has_chat_template:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
-        messages = json.loads(chat.messages_json)
-        arguments = json.loads(chat.template_arguments_json) if chat.template_arguments_json else {}
+        messages = _json(chat.messages_json, list, "messages")
+        arguments = _json(chat.template_arguments_json or "{}", dict, "chat_template_kwargs")
+        if reserved := sorted(RESERVED & arguments.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not name {', '.join(reserved)}", param="chat_template_kwargs"
+            )
         tail = "continue_final_message" if chat.continue_final_message else "add_generation_prompt"
         try:
             return list(self._tokenizer.apply_chat_template(messages, **{**arguments, tail: True}))
         except Exception as exc:  # a template is the model authors' program: whatever it raises, these messages caused
             raise RequestError(f"the model's chat template refuses these messages: {exc}", param="messages") from exc
+
+
+def _json(text: str, kind: type, param: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise RequestError(f"{param} is not JSON: {exc}", param=param) from exc
+    if not isinstance(value, kind):
+        raise RequestError(f"{param} must be a JSON {'list' if kind is list else 'object'}", param=param)
+    return value
