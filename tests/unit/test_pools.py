@@ -14,6 +14,10 @@ def state(pool):
     return pool.capacity, pool.used, pool.free
 
 
+def limits(pools):
+    return pools.requests.limit, pools.kv_tokens.limit, pools.aux_slots.limit
+
+
 def states(pools):
     return state(pools.requests), state(pools.kv_tokens), state(pools.aux_slots)
 
@@ -38,7 +42,7 @@ def test_used_and_free_are_the_capacity_whatever_is_done(capacity, todo):
                 getattr(pool, operation)(amount)
             assert state(pool) == before
         assert pool.used + pool.free == pool.capacity
-        assert (pool.used, pool.free) == (used, max(0, limit - used))
+        assert (pool.used, pool.free, pool.limit) == (used, max(0, limit - used), limit)
         view = pool.view()
         assert view.used + view.evictable + view.free == view.capacity == pool.capacity
 
@@ -47,11 +51,11 @@ def test_a_limit_lowered_below_use_frees_nothing_until_its_users_leave():
     pool = Pool(10)
     pool.take(8)
     pool.resize(5)
-    assert state(pool) == (8, 8, 0)
+    assert (state(pool), pool.limit) == ((8, 8, 0), 5)
     pool.give(2)
-    assert state(pool) == (6, 6, 0)
+    assert (state(pool), pool.limit) == ((6, 6, 0), 5)
     pool.give(2)
-    assert state(pool) == (5, 4, 1)
+    assert (state(pool), pool.limit) == ((5, 4, 1), 5)
 
 
 def test_a_raised_limit_is_free_at_once():
@@ -107,35 +111,59 @@ def test_all_three_are_resized_together():
     assert states(pools) == ((4, 0, 4), (5, 0, 5), (6, 0, 6))
 
 
-@pytest.mark.xfail(strict=True, reason="Pools.give frees the request slot before kv_tokens.give refuses")
-def test_giving_back_too_much_of_one_pool_changes_none():
+@given(st.integers(0, 2), st.integers(0, 12), st.integers(0, 4), needs)
+def test_a_need_fits_when_it_could_be_taken_with_everybody_gone(requests, kv_tokens, aux_slots, need):
+    sizes = {"requests": requests, "kv_tokens": kv_tokens, "aux_slots": aux_slots}
+    pools = Pools(requests=2, kv_tokens=12, aux_slots=4)
+    pools.take(Need(kv_tokens=12, aux_slots=4, requests=2))
+    pools.resize(**sizes)
+    assert pools.fits(need) == Pools(**sizes).has_room(need)
+
+
+def test_what_others_hold_over_a_lowered_limit_makes_nothing_fit():
+    pools = Pools(requests=2, kv_tokens=20, aux_slots=4)
+    pools.take(Need(kv_tokens=20, aux_slots=4))
+    pools.resize(requests=2, kv_tokens=10, aux_slots=4)
+    assert pools.fits(Need(kv_tokens=10, aux_slots=4))
+    assert not pools.fits(Need(kv_tokens=11, aux_slots=4))
+    assert not pools.has_room(Need(kv_tokens=1, aux_slots=0))
+
+
+@pytest.mark.parametrize(
+    "too_much",
+    [Need(10, 2, requests=2), Need(11, 2), Need(10, 3)],
+    ids=["requests", "kv_tokens", "aux_slots"],
+)
+def test_giving_back_too_much_of_one_pool_changes_none(too_much):
     pools = Pools(requests=2, kv_tokens=20, aux_slots=4)
     pools.take(Need(kv_tokens=10, aux_slots=2))
     before = states(pools)
     with pytest.raises(ValueError, match="cannot give back"):
-        pools.give(Need(kv_tokens=11, aux_slots=2))
+        pools.give(too_much)
     assert states(pools) == before
 
 
-@pytest.mark.xfail(strict=True, reason="Pools.resize sets the first pools before a later one refuses a negative size")
-def test_a_resize_that_one_pool_refuses_changes_none():
+@pytest.mark.parametrize("refusing", ["requests", "kv_tokens", "aux_slots"])
+def test_a_resize_that_one_pool_refuses_changes_none(refusing):
     pools = Pools(requests=2, kv_tokens=20, aux_slots=4)
-    before = states(pools)
+    before = states(pools), limits(pools)
     with pytest.raises(ValueError, match="cannot hold"):
-        pools.resize(requests=9, kv_tokens=90, aux_slots=-1)
-    assert states(pools) == before
+        pools.resize(**{"requests": 9, "kv_tokens": 90, "aux_slots": 9, refusing: -1})
+    assert (states(pools), limits(pools)) == before
 
 
-@pytest.mark.xfail(strict=True, reason="has_room accepts a negative need; take then keeps the request slot and raises")
-def test_a_negative_need_is_refused_and_changes_nothing():
-    pools = Pools(requests=2, kv_tokens=20, aux_slots=4)
-    before = states(pools)
-    with pytest.raises(ValueError, match=r"no room|cannot"):
-        pools.take(Need(kv_tokens=-1, aux_slots=0))
-    assert states(pools) == before
+@pytest.mark.parametrize("negative", ["requests", "kv_tokens", "aux_slots"])
+def test_a_negative_need_cannot_be_made(negative):
+    with pytest.raises(ValueError, match="is negative"):
+        Need(**{"requests": 1, "kv_tokens": 1, "aux_slots": 1, negative: -1})
 
 
-@pytest.mark.xfail(strict=True, reason="Pool(-1) is accepted where resize(-1) is refused")
 def test_a_pool_of_negative_size_cannot_be_made():
     with pytest.raises(ValueError, match="cannot hold"):
         Pool(-1)
+
+
+@pytest.mark.parametrize("negative", ["requests", "kv_tokens", "aux_slots"])
+def test_pools_of_negative_size_cannot_be_made(negative):
+    with pytest.raises(ValueError, match="cannot hold"):
+        Pools(**{negative: -1})

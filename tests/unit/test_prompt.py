@@ -6,7 +6,7 @@ import pytest
 
 from pomona.v1.inference_pb2 import ChatPrompt, GenerateRequest, TokenPrompt
 from pomona.workers.errors import RequestError
-from pomona.workers.text.prompt import PromptEncoder
+from pomona.workers.text.prompt import RESERVED, PromptEncoder
 
 BOS, VOCABULARY = 1, 1000
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -63,10 +63,28 @@ def test_a_final_message_is_continued_instead():
     assert tokenizer.calls == [(MESSAGES, {"continue_final_message": True})]
 
 
-def test_template_arguments_reach_the_template_and_do_not_override_the_generation_prompt():
+def test_template_arguments_reach_the_template_beside_the_generation_prompt():
     tokenizer = FakeTokenizer()
-    encode(chat(arguments={"enable_thinking": False, "add_generation_prompt": False}), tokenizer)
-    assert tokenizer.calls[0][1] == {"enable_thinking": False, "add_generation_prompt": True}
+    encode(chat(arguments={"enable_thinking": False, "tools": []}), tokenizer)
+    assert tokenizer.calls[0][1] == {"enable_thinking": False, "tools": [], "add_generation_prompt": True}
+
+
+OURS = ["add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize"]
+
+
+@pytest.mark.parametrize("name", sorted({*RESERVED, *OURS}))
+@pytest.mark.parametrize("continued", [False, True], ids=["new", "continued"])
+def test_a_template_argument_that_is_the_servers_to_say_is_refused(name, continued):
+    tokenizer = FakeTokenizer()
+    with pytest.raises(RequestError, match=f"chat_template_kwargs must not name {name}") as caught:
+        encode(chat(arguments={"enable_thinking": True, name: None}, continue_final_message=continued), tokenizer)
+    assert (caught.value.param, caught.value.status) == ("chat_template_kwargs", 400)
+    assert tokenizer.calls == []
+
+
+def test_all_refused_template_arguments_are_named():
+    with pytest.raises(RequestError, match="must not name tokenize, truncation$"):
+        encode(chat(arguments={"truncation": True, "fine": 1, "tokenize": False}))
 
 
 def test_text_gets_the_special_tokens():
@@ -103,9 +121,17 @@ def test_whatever_the_template_raises_is_an_error_about_the_messages(error):
     assert caught.value.__cause__ is error
 
 
-def test_template_arguments_that_are_no_object_are_an_error_about_the_request():
-    with pytest.raises(RequestError):
+def test_template_arguments_that_are_no_object_are_an_error_about_them():
+    with pytest.raises(RequestError, match="chat_template_kwargs must be a JSON object") as caught:
         encode(chat(arguments=["not", "an", "object"]))
+    assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "hi"}, "hi", None], ids=["object", "string", "null"])
+def test_messages_that_are_no_list_are_an_error_about_them(messages):
+    with pytest.raises(RequestError, match="messages must be a JSON list") as caught:
+        encode(chat(messages))
+    assert caught.value.param == "messages"
 
 
 def test_messages_to_a_model_without_a_template_name_the_other_endpoint():
@@ -151,34 +177,20 @@ def test_ids_to_resume_from_come_after_any_prompt(request_, prompt):
     assert encode(request_) == (*prompt, 7, 8)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=TypeError,
-    reason="template argument `tokenize` reaches apply_chat_template: it returns a str, and `i >= vocab` fails",
-)
-def test_the_client_cannot_turn_tokenising_off():
-    def template(messages, *, tokenize=True, **_):
-        text = "".join(m["content"] for m in messages)
-        return [ord(c) for c in text] if tokenize else text
-
-    try:
-        ids = encode(chat(arguments={"tokenize": False}), FakeTokenizer(template=template))
-    except RequestError:
-        return
-    assert ids == ids_of("hi")
-
-
-@pytest.mark.xfail(
-    strict=True, raises=json.JSONDecodeError, reason="json.loads of both fields is outside any try: not a RequestError"
-)
 @pytest.mark.parametrize(
-    "prompt",
+    ("prompt", "param"),
     [
-        ChatPrompt(messages_json="not json"),
-        ChatPrompt(messages_json="[]", template_arguments_json="not json"),
+        (ChatPrompt(messages_json="not json"), "messages"),
+        (ChatPrompt(messages_json=""), "messages"),
+        (ChatPrompt(messages_json="[" * 100_000), "messages"),
+        (ChatPrompt(messages_json="[]", template_arguments_json="not json"), "chat_template_kwargs"),
+        (ChatPrompt(messages_json="[]", template_arguments_json='{"a":' * 100_000), "chat_template_kwargs"),
     ],
-    ids=["messages", "arguments"],
+    ids=["messages", "no messages", "deep messages", "arguments", "deep arguments"],
 )
-def test_broken_json_is_the_callers_error(prompt):
-    with pytest.raises(RequestError):
-        encode(GenerateRequest(chat=prompt))
+def test_broken_json_is_the_callers_error(prompt, param):
+    tokenizer = FakeTokenizer()
+    with pytest.raises(RequestError, match=f"{param} is not JSON") as caught:
+        encode(GenerateRequest(chat=prompt), tokenizer)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+    assert tokenizer.calls == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -39,8 +39,18 @@ class StartFailed(Exception):
         self.failure = failure
 
 
-def run(config: ServeConfig, out: Console, err: Console) -> int:
-    """The exit code: 0 after Ctrl-C, 1 when something broke. Raises OperatorError for what a person can mend."""
+def run(
+    config: ServeConfig,
+    out: Console,
+    err: Console,
+    *,
+    greet: Callable[[ServeConfig], None] | None = None,
+    once: bool = False,
+) -> int:
+    """The exit code: 0 after Ctrl-C, 1 when something broke. Raises OperatorError for what a person can mend.
+
+    `greet` is called when the endpoint answers, before the table is printed; `once` stops after the table.
+    """
     foresight = check(config)
     for line in foresight.topology.warnings:
         err.print(f"warning: {line}", style="yellow")
@@ -50,7 +60,13 @@ def run(config: ServeConfig, out: Console, err: Console) -> int:
     with interruptible() as stop:
         try:
             _bring_up(deployment, config, out, stop)
-            _serve(deployment, err, stop)
+            if greet is not None:
+                greet(config)
+            _show(deployment, out)
+            if not once:
+                out.print("serving; Ctrl-C stops everything", style="green")
+                _serve(deployment, err, stop)
+            code = 0
         except Stopped:
             out.print("stopping …")
             code = 0
@@ -115,10 +131,12 @@ def _bring_up(deployment: Deployment, config: ServeConfig, out: Console, stop: t
                     "the replicas above"
                 )
             stop.wait(LOAD_POLL_S)
-    shown = status.view.to_json()
+
+
+def _show(deployment: Deployment, out: Console) -> None:
+    shown = deployment.status().view.to_json()
     out.print(tables.plan_view(shown))
     out.print(tables.addresses(shown["addresses"]))
-    out.print("serving; Ctrl-C stops everything", style="green")
 
 
 def _settled(status: HeadStatus) -> bool:
