@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import NoneType
 
 import pytest
 
@@ -14,6 +16,7 @@ from pomona.workers.engine.base import (
     Logprob,
     Sampling,
     Share,
+    StepPlan,
     StepResult,
     TokenLogprobs,
     TokenOut,
@@ -76,6 +79,7 @@ class ScriptedRunner:
     def step(self, plan):
         self._bench.entered(self, plan)
         self._bench.gate.enter()
+        self._bench.stepping = False
         if self._bench.failures:
             raise self._bench.failures.pop(0)
         for request_id in plan.cancel:
@@ -107,44 +111,75 @@ class ScriptedRunner:
 
 @dataclass
 class Bench:
-    """An engine over scripted runners, and everything that it published."""
+    """An engine over scripted runners, and everything that it published.
+
+    `no_runner` is what making a runner raises, once the gate lets it. `exits_with` is what the engine is to end with.
+    """
 
     scripts: dict[str, str] = field(default_factory=dict)
     failures: list[Exception] = field(default_factory=list)
     max_queued_requests: int = 1024
-    new_text: type = FakeText
+    new_text: Callable[[tuple[str, ...]], FakeText] = FakeText
+    no_runner: Exception | None = None
+    exits_with: type = NoneType
 
     def __post_init__(self):
         self.gate = Gate()
         self.changed = threading.Condition()
-        self.runners, self.loads, self.answers = [], [], {}
-        self.publications = 0
+        self.runners, self.loads, self.answers, self.exits = [], [], {}, []
+        self.every_answer, self.cancelled = [], []
+        self.stepping = False  # a step is under way and the gate has not let it through
+        self.publishers = []
+        self.foreign_calls = []  # what should have been called on the engine thread, and was not
         self.engine = Engine(
-            lambda: EngineParts(self.make_runner, self.new_text, lambda: (10, 100), CONTEXT),
+            self.set_up,
             self.publish,
             clock=lambda: 42.0,
+            on_exit=self.on_exit,
             max_queued_requests=self.max_queued_requests,
         )
 
     # -- on the engine thread
 
-    def make_runner(self, share):
+    def set_up(self):
+        self.on_engine_thread("set up")
+        return EngineParts(self.make_runner, self.new_text, lambda: (10, 100), CONTEXT)
+
+    def make_runner(self):
+        self.on_engine_thread("make_runner")
+        if self.no_runner is not None:
+            self.gate.enter()
+            raise self.no_runner
         runner = ScriptedRunner(self)
         with self.changed:
             self.runners.append(runner)
             self.changed.notify_all()
         return runner
 
-    def entered(self, runner, plan):
+    def on_exit(self, failure):
+        self.on_engine_thread("on_exit")
         with self.changed:
+            self.exits.append(failure)
+            self.changed.notify_all()
+
+    def on_engine_thread(self, what):
+        if threading.current_thread() is not self.engine._thread:
+            self.foreign_calls.append(what)
+
+    def entered(self, runner, plan):
+        self.on_engine_thread("step")
+        with self.changed:
+            self.stepping = True
             runner.plans.append(plan)
             self.changed.notify_all()
+
+    # -- on any thread
 
     def publish(self, batch, load):
         with self.changed:
             for sink, delta in batch:
                 sink(delta)
-            self.publications += 1
+            self.publishers.append(threading.current_thread())
             if load is not None:
                 self.loads.append(load)
             self.changed.notify_all()
@@ -152,18 +187,39 @@ class Bench:
     # -- in the test
 
     def start(self, **share):
+        """Until a share is in force. As the head does, repeats it: before the set-up is done it is not heard."""
         self.engine.start()
-        self.share(**share)
-        self.wait(lambda: self.loads)
+        deadline = time.monotonic() + WAIT_S
+        while not self.loads:
+            assert time.monotonic() < deadline, "no share came into force"
+            self.share(**share)
+            with self.changed:
+                self.changed.wait_for(lambda: self.loads, 0.005)
         return self
 
     def share(self, epoch=1, requests=2, kv_tokens=20_000, aux_slots=8, aux_each=2):
         self.engine.allocate(Share(epoch, requests, kv_tokens, aux_slots, aux_each))
 
     def submit(self, request_id, prompt=3, **fields):
-        deltas = self.answers[request_id] = []
+        """The list that the answer's deltas come into; raises what refuses the request."""
+        deltas = []
         self.engine.submit(EngineRequest(request_id, tuple(range(1, prompt + 1)), **fields), deltas.append)
+        self.answers[request_id] = deltas
+        self.every_answer.append(deltas)
         return deltas
+
+    def refused(self, request_id, error, **fields):
+        """Submit what has to be refused with exactly this error; returns it."""
+        with pytest.raises(error) as caught:
+            self.submit(request_id, **fields)
+        assert caught.type is error
+        return caught.value
+
+    def cancel(self, request_id):
+        """Nothing may come for the request from here on."""
+        self.engine.cancel(request_id)
+        deltas = self.answers[request_id]
+        self.cancelled.append((deltas, list(deltas)))
 
     def open(self):
         self.gate.open()
@@ -198,9 +254,11 @@ class Bench:
         return self.wait_plan(done + 1, runner)
 
     def check(self):
-        """What holds of every run: snapshots add up, an answer ends once and last, nothing stays in use."""
+        """What holds of every run: snapshots add up, every answer ends once and last, nothing stays in use."""
         self.open()
         assert self.engine.stop(WAIT_S)
+        assert self.foreign_calls == []
+        assert [type(failure) for failure in self.exits] == [self.exits_with] * (self.engine._thread.ident is not None)
         for load in self.loads:
             for pool in (load.requests, load.kv_tokens, load.aux_slots):
                 assert pool.used + pool.evictable + pool.free == pool.capacity
@@ -211,8 +269,14 @@ class Bench:
         if self.loads:
             last = self.loads[-1]
             assert (last.running, last.waiting, last.kv_tokens.used, last.aux_slots.used) == (0, 0, 0, 0)
-        for deltas in self.answers.values():
+        for deltas in self.every_answer:
             assert not any(delta.last for delta in deltas[:-1])
+            ended = bool(deltas) and deltas[-1].last
+            assert ended or any(deltas is those for those, _ in self.cancelled), (
+                "a dropped request is an answered error"
+            )
+        for deltas, at_cancel in self.cancelled:
+            assert deltas == at_cancel, "tokens of a cancelled request are dropped"
         assert all(runner.closed for runner in self.runners)
 
 
@@ -233,6 +297,14 @@ def text_of(deltas):
     return "".join(delta.text for delta in deltas)
 
 
+def held(load):
+    """What a snapshot says is in use: requests, request slots, KV tokens, auxiliary slots."""
+    return load.running, load.requests.used, load.kv_tokens.used, load.aux_slots.used
+
+
+NOTHING = (0, 0, 0, 0)
+
+
 def started(plan):
     return [admitted.request.request_id for admitted in plan.start]
 
@@ -242,12 +314,23 @@ def started(plan):
 
 def test_before_the_first_share_a_request_is_told_to_go_elsewhere(bench):
     b = bench()
+    assert "no share" in str(b.refused("a", Unavailable))
     b.engine.start()
-    deltas = b.submit("a")
-    b.wait_last("a")
-    assert isinstance(deltas[0].error, Unavailable)
-    assert not isinstance(deltas[0].error, Overloaded)
+    assert "no share" in str(b.refused("a", Unavailable))
     assert (b.loads, b.runners) == ([], [])
+
+
+def test_no_runner_is_made_before_the_first_step(bench):
+    b = bench().start()
+    b.share(epoch=2, requests=4)
+    b.wait_next_load()
+    assert b.runners == []
+    b.submit("a", max_tokens=2)
+    b.open()
+    b.wait_last("a")
+    b.submit("b", max_tokens=2)
+    b.wait_last("b")
+    assert len(b.runners) == 1
 
 
 def test_an_answer_arrives_in_order_with_its_usage_and_its_end(bench):
@@ -314,7 +397,8 @@ def test_an_idle_engine_still_shows_that_it_is_alive(bench):
     b = bench().start()
     b.wait_next_load()
     b.wait_next_load()
-    assert b.runners[0].plans == []
+    assert b.publishers[-1] is b.engine._thread
+    assert b.runners == []
 
 
 # -- stop strings ---------------------------------------------------------------------------------------------
@@ -330,7 +414,7 @@ def test_a_stop_string_ends_the_request_frees_its_pools_and_tells_the_runner(ben
     assert text_of(deltas) == "hel"
     assert (deltas[-1].finish, deltas[-1].usage) == (FinishReason.STOP, Usage(3, 5))
     load = b.loads[-1]
-    assert (load.running, load.requests.used, load.kv_tokens.used, load.aux_slots.used) == (0, 0, 0, 0)
+    assert held(load) == NOTHING
     assert load.counters.finished_requests == 1
 
 
@@ -360,37 +444,157 @@ def test_a_stop_string_found_only_at_the_end_is_a_stop(bench):
     assert (text_of(deltas), deltas[-1].finish) == ("xa", FinishReason.STOP)
 
 
+def test_tokens_after_a_stop_string_in_the_same_step_are_dropped(bench, monkeypatch):
+    one = ScriptedRunner.step
+
+    def two_at_once(self, plan):
+        result = one(self, plan)
+        return StepResult((*result.tokens, *result.tokens), result.prompt_tokens)
+
+    monkeypatch.setattr(ScriptedRunner, "step", two_at_once)
+    b = bench().start()
+    deltas = b.submit("a", stop=("x",))
+    b.open()
+    b.wait_last("a")
+    assert (text_of(deltas), deltas[-1].finish, deltas[-1].usage) == ("", FinishReason.STOP, Usage(3, 1))
+
+
 # -- refusals -------------------------------------------------------------------------------------------------
 
 
 def test_an_id_in_use_is_refused_and_its_owner_goes_on(bench):
-    b = bench(scripts={"a": "hello"}).start()
-    first = b.submit("a")
-    second = b.submit("a")
+    b = bench(scripts={"a": "hello", "b": "world"}).start(requests=1)
+    running, waiting = b.submit("a"), b.submit("b")
+    b.wait_plan(1)
+    for request_id in "ab":
+        assert b.refused(request_id, RequestError).param == "request_id"
     b.open()
-    b.wait(lambda: first and first[-1].last and second)
-    assert text_of(first) == "hello"
-    assert [type(delta.error) for delta in second] == [RequestError]
+    b.wait_last("a", "b")
+    assert (text_of(running), text_of(waiting)) == ("hello", "world")
+    assert b.loads[-1].counters.failed_requests == 0
 
 
 def test_a_full_queue_is_overloaded(bench):
     b = bench(max_queued_requests=1).start(requests=1)
-    b.submit("running", max_tokens=ENDLESS)
+    b.submit("running", max_tokens=3)
     b.wait_plan(1)
-    b.submit("waiting", max_tokens=ENDLESS)
-    refused = b.submit("refused")
-    b.one_step()
-    b.one_step()
-    b.wait_last("refused")
-    assert [type(delta.error) for delta in refused] == [Overloaded]
+    b.submit("waiting", max_tokens=3)
+    b.refused("refused", Overloaded)
     assert (b.loads[-1].running, b.loads[-1].waiting) == (1, 1)
+    b.open()
+    b.wait_last("running", "waiting")
+    b.submit("refused", max_tokens=1)
+    b.wait_last("refused")
 
 
-def test_a_prompt_that_is_too_long_is_the_clients_error(bench):
+@pytest.mark.parametrize("param", ["prompt", "messages"])
+def test_a_prompt_that_is_too_long_is_the_clients_error(bench, param):
     b = bench().start(kv_tokens=10)
-    deltas = b.submit("a", prompt=10)
+    error = b.refused("a", RequestError, prompt=10, prompt_param=param)
+    assert (error.code, error.param) == ("context_length_exceeded", param)
+
+
+def test_a_share_that_holds_no_requests_slots_sends_it_elsewhere(bench):
+    b = bench().start(aux_slots=1, aux_each=2)
+    b.refused("a", Unavailable)
+    assert b.runners == []
+
+
+# -- while a step runs ----------------------------------------------------------------------------------------
+
+
+def test_submit_and_its_refusals_return_while_a_step_runs(bench):
+    b = bench(max_queued_requests=2).start(requests=2)
+    b.submit("running", max_tokens=3)
+    b.wait_plan(1)
+    b.refused("running", RequestError)
+    b.refused("empty", RequestError, prompt=0)
+    b.submit("one", max_tokens=3)
+    b.submit("two", max_tokens=3)
+    assert (b.loads[-1].running, b.loads[-1].waiting) == (1, 2)
+    b.refused("three", Overloaded)
+    assert b.stepping
+    assert len(b.runners[0].plans) == 1
+    assert started(b.one_step()) == ["one"]
+    b.open()
+    b.wait_last("running", "one", "two")
+
+
+def test_cancel_frees_the_pools_while_a_step_runs(bench):
+    b = bench().start()
+    b.submit("a", prompt=3, max_tokens=10)
+    b.wait_plan(1)
+    b.one_step()
+    assert held(b.loads[-1]) == (1, 1, 13, 2)
+    b.cancel("a")
+    assert held(b.loads[-1]) == NOTHING
+    assert b.stepping
+    assert len(b.runners[0].plans) == 2
+    assert b.one_step().cancel == ("a",)
+
+
+def test_what_a_cancel_frees_goes_to_the_next_one_with_the_next_step(bench):
+    b = bench(scripts={"b": "hi"}).start(requests=1)
+    cancelled = b.submit("a", max_tokens=ENDLESS)
+    b.submit("b")
+    b.wait_plan(1)
+    b.one_step()
+    b.cancel("a")
+    assert (b.loads[-1].running, b.loads[-1].waiting) == (0, 1)
+    assert b.stepping
+    plan = b.one_step()
+    assert (plan.cancel, started(plan)) == (("a",), ["b"])
+    b.open()
+    b.wait_last("b")
+    assert cancelled == [Delta((ord("x"),), "x")]
+
+
+def test_tokens_of_the_step_that_ran_during_a_cancel_are_dropped(bench):
+    b = bench(scripts={"b": "hello"}).start()
+    cancelled = b.submit("a", max_tokens=1)
+    b.submit("b")
+    b.wait_plan(1)
+    b.cancel("a")
+    b.open()
+    b.wait_last("b")
+    assert cancelled == []
+    counters = b.loads[-1].counters
+    assert (counters.finished_requests, counters.failed_requests, counters.generation_tokens) == (1, 0, 6)
+
+
+def test_an_id_that_was_cancelled_while_a_step_runs_may_come_back_at_once(bench):
+    b = bench(scripts={"a": "again"}).start(requests=1)
+    old = b.submit("a")
+    b.wait_plan(1)
+    b.cancel("a")
+    new = b.submit("a")
+    assert b.stepping
+    plan = b.one_step()
+    assert (plan.cancel, started(plan)) == (("a",), ["a"])
+    b.open()
     b.wait_last("a")
-    assert deltas[0].error.code == "context_length_exceeded"
+    assert (old, text_of(new)) == ([], "again")
+
+
+def test_a_share_is_put_in_force_while_a_step_runs(bench):
+    b = bench().start(requests=1)
+    b.submit("a", max_tokens=3)
+    b.wait_plan(1)
+    b.share(epoch=2, requests=3)
+    assert (b.loads[-1].epoch, b.loads[-1].requests.capacity) == (2, 3)
+    assert b.stepping
+
+
+def test_what_a_caller_changes_is_published_on_its_own_thread(bench):
+    b = bench().start()
+    b.submit("a", max_tokens=ENDLESS)
+    b.wait_plan(1)
+    for change in (lambda: b.submit("b", max_tokens=3), lambda: b.share(epoch=2), lambda: b.cancel("a")):
+        seen = len(b.publishers)
+        change()
+        assert b.publishers[seen:] == [threading.current_thread()]
+    b.one_step()
+    assert b.publishers[-1] is b.engine._thread
 
 
 # -- cancel ---------------------------------------------------------------------------------------------------
@@ -402,7 +606,8 @@ def test_cancel_while_waiting_never_reaches_the_runner(bench):
     b.wait_plan(1)
     cancelled = b.submit("b")
     b.submit("c")
-    b.engine.cancel("b")
+    b.cancel("b")
+    assert b.loads[-1].waiting == 1
     b.open()
     b.wait_last("a", "c")
     assert cancelled == []
@@ -410,30 +615,14 @@ def test_cancel_while_waiting_never_reaches_the_runner(bench):
     assert not any(plan.cancel for plan in b.runners[0].plans)
 
 
-def test_cancel_while_running_frees_at_once_and_lets_the_next_one_in(bench):
-    b = bench(scripts={"b": "hi"}).start(requests=1)
-    cancelled = b.submit("a", max_tokens=ENDLESS)
-    b.submit("b")
-    b.wait_plan(1)
-    b.one_step()
-    b.engine.cancel("a")
-    plan = b.one_step()
-    said = len(cancelled)
-    assert (plan.cancel, started(plan)) == (("a",), ["b"])
-    b.open()
-    b.wait_last("b")
-    assert (len(cancelled), cancelled[-1].last) == (said, False)
-
-
-def test_cancel_of_the_only_request_leaves_the_pools_empty(bench):
+def test_cancel_of_the_only_request_is_told_to_the_runner_and_leaves_the_pools_empty(bench):
     b = bench().start()
     b.submit("a", max_tokens=ENDLESS)
     b.wait_plan(1)
-    b.engine.cancel("a")
-    assert b.one_step().cancel == ("a",)
+    b.cancel("a")
+    assert b.one_step() == StepPlan(cancel=("a",))
     b.gate.release()
-    load = b.wait_next_load()
-    assert (load.running, load.requests.used, load.kv_tokens.used, load.aux_slots.used) == (0, 0, 0, 0)
+    assert held(b.wait_next_load()) == NOTHING
 
 
 def test_cancel_of_an_unknown_request_is_no_error(bench):
@@ -444,6 +633,9 @@ def test_cancel_of_an_unknown_request_is_no_error(bench):
     b.open()
     b.submit("a")
     b.wait_last("a")
+    b.cancel("a")
+    assert b.engine.stop(WAIT_S)
+    b.cancel("a")
 
 
 # -- failures -------------------------------------------------------------------------------------------------
@@ -471,6 +663,46 @@ def test_a_failed_step_fails_what_ran_and_the_queue_runs_on_a_new_runner(bench):
     assert (counters.failed_requests, counters.finished_requests) == (2, 1)
 
 
+def test_a_step_that_fails_after_a_cancel_fails_only_those_who_stayed(bench):
+    b = bench(scripts={"c": "fine"}).start(requests=2)
+    cancelled, stayed = b.submit("a", max_tokens=ENDLESS), b.submit("b", max_tokens=ENDLESS)
+    b.wait_plan(1)
+    b.one_step()
+    b.cancel("a")
+    queued = b.submit("c")
+    assert b.stepping
+    b.failures.append(RuntimeError("metal gave up"))
+    b.open()
+    b.wait_last("b", "c")
+    assert not any(delta.last for delta in cancelled)
+    assert isinstance(stayed[-1].error, EngineError)
+    assert text_of(queued) == "fine"
+    old, new = b.runners
+    assert old.closed
+    assert (new.plans[0].cancel, started(new.plans[0])) == ((), ["c"]), "the new runner never heard of the old requests"
+    counters = b.loads[-1].counters
+    assert (counters.failed_requests, counters.finished_requests) == (1, 1)
+
+
+def test_a_step_that_fails_after_everybody_was_cancelled_fails_nobody(bench):
+    b = bench().start()
+    b.submit("a", max_tokens=ENDLESS)
+    b.wait_plan(1)
+    b.cancel("a")
+    b.failures.append(RuntimeError("metal gave up"))
+    b.gate.release()
+    b.wait(lambda: b.runners[0].closed)
+    assert held(b.wait_next_load()) == NOTHING
+    assert len(b.runners) == 1, "nobody needs a new one yet"
+    again = b.submit("a", max_tokens=2)
+    b.open()
+    b.wait_last("a")
+    assert (text_of(again), len(b.runners)) == ("xx", 2)
+    assert b.runners[1].plans[0].cancel == ()
+    counters = b.loads[-1].counters
+    assert (counters.failed_requests, counters.finished_requests) == (0, 1)
+
+
 def test_a_runner_that_fails_again_and_again_answers_everybody(bench):
     b = bench(failures=[RuntimeError("one"), RuntimeError("two"), RuntimeError("three")]).start(requests=1)
     b.open()
@@ -481,6 +713,92 @@ def test_a_runner_that_fails_again_and_again_answers_everybody(bench):
     fine = b.submit("d", max_tokens=2)
     b.wait_last("d")
     assert text_of(fine) == "xx"
+    assert len(b.runners) == 4
+
+
+def test_when_the_first_runner_cannot_be_made_everybody_is_answered_and_the_engine_ends(bench):
+    b = bench(no_runner=RuntimeError("out of memory"), exits_with=EngineError).start(requests=1)
+    answers = [b.submit("running"), b.submit("queued")]
+    b.open()
+    b.wait(lambda: b.exits)
+    for deltas in answers:
+        assert [type(delta.error) for delta in deltas] == [EngineError]
+    assert "RuntimeError: out of memory" in str(b.exits[0])
+    assert b.loads[-1].counters.failed_requests == 2
+    assert "stopped" in str(b.refused("late", Unavailable))
+
+
+def test_when_no_new_runner_can_be_made_everybody_is_answered_and_the_engine_ends(bench):
+    b = bench(failures=[RuntimeError("metal gave up")], exits_with=EngineError).start(requests=1)
+    running = b.submit("running", max_tokens=ENDLESS)
+    b.wait_plan(1)
+    queued = b.submit("queued")
+    b.no_runner = RuntimeError("out of memory")
+    b.open()
+    b.wait(lambda: b.exits)
+    assert ["metal gave up" in str(delta.error) for delta in running] == [True]
+    assert ["out of memory" in str(delta.error) for delta in queued] == [True]
+    assert {type(deltas[-1].error) for deltas in (running, queued)} == {EngineError}
+    b.refused("late", Unavailable)
+
+
+def test_a_request_that_was_cancelled_before_the_runner_could_not_be_made_gets_nothing(bench):
+    b = bench(no_runner=RuntimeError("out of memory"), exits_with=EngineError).start()
+    b.submit("a")
+    b.cancel("a")
+    b.submit("b")
+    b.open()
+    b.wait(lambda: b.exits)
+    assert [type(delta.error) for delta in b.answers["b"]] == [EngineError]
+
+
+class BrokenText(FakeText):
+    """Breaks at the first token, or where the answer ends."""
+
+    def __init__(self, stops):
+        super().__init__(())
+        self._where = stops[0]
+
+    def push(self, token):
+        if self._where == "push":
+            raise KeyError(token)
+        return super().push(token)
+
+    def finish(self):
+        raise KeyError("finish")
+
+
+@pytest.mark.parametrize(("where", "told"), [("push", True), ("finish", False)])
+def test_an_answer_whose_text_breaks_ends_alone(bench, where, told):
+    b = bench(new_text=lambda stops: BrokenText(stops) if stops else FakeText(stops)).start()
+    broken = b.submit("broken", stop=(where,), max_tokens=2)
+    fine = b.submit("fine", max_tokens=5)
+    b.open()
+    b.wait_last("broken", "fine")
+    assert isinstance(broken[-1].error, EngineError)
+    assert "KeyError" in str(broken[-1].error)
+    assert text_of(fine) == "xxxxx"
+    assert any("broken" in plan.cancel for plan in b.runners[0].plans) == told
+    counters = b.loads[-1].counters
+    assert (counters.failed_requests, counters.finished_requests, len(b.runners)) == (1, 1, 1)
+
+
+class UnmakeableText(FakeText):
+    def __init__(self, stops):
+        if stops:
+            raise KeyError(stops)
+        super().__init__(stops)
+
+
+def test_a_request_whose_text_cannot_be_made_is_its_callers_error_alone(bench):
+    b = bench(new_text=UnmakeableText).start()
+    with pytest.raises(KeyError):
+        b.submit("a", stop=("break",))
+    assert b.loads[-1].waiting == 0
+    fine = b.submit("a", max_tokens=3)
+    b.open()
+    b.wait_last("a")
+    assert text_of(fine) == "xxx"
 
 
 # -- shares ---------------------------------------------------------------------------------------------------
@@ -512,6 +830,32 @@ def test_a_newer_share_resizes_the_pools_and_keeps_what_runs(bench):
     assert len(b.runners) == 1
 
 
+def test_a_larger_share_lets_in_who_waits(bench):
+    b = bench().start(epoch=1, requests=1)
+    b.submit("a", max_tokens=ENDLESS)
+    b.wait_plan(1)
+    b.submit("b", max_tokens=2)
+    assert started(b.one_step()) == []
+    b.share(epoch=2, requests=2)
+    assert started(b.one_step()) == ["b"]
+
+
+def test_a_smaller_share_sends_away_at_once_who_can_never_fit(bench):
+    b = bench().start(epoch=1, requests=1, kv_tokens=100)
+    running = b.submit("running", max_tokens=97)
+    b.wait_plan(1)
+    big, small = b.submit("big", max_tokens=90), b.submit("small", max_tokens=2)
+    b.share(epoch=2, requests=1, kv_tokens=20)
+    assert [type(delta.error) for delta in big] == [Unavailable]
+    assert (b.loads[-1].running, b.loads[-1].waiting, b.loads[-1].counters.failed_requests) == (1, 1, 1)
+    assert b.stepping
+    b.open()
+    b.wait_last("running", "small")
+    assert (len(text_of(running)), text_of(small)) == (97, "xx")
+    assert not any(plan.cancel for plan in b.runners[0].plans)
+    assert b.loads[-1].kv_tokens.capacity == 20
+
+
 # -- the end --------------------------------------------------------------------------------------------------
 
 
@@ -524,8 +868,9 @@ def test_stop_answers_what_runs_and_what_waits_and_ends_the_thread(bench):
     b.open()
     assert b.engine.stop(WAIT_S)
     for deltas in (running, waiting):
-        assert isinstance(deltas[-1].error, Unavailable)
+        assert type(deltas[-1].error) is Unavailable
     assert b.runners[0].closed
+    assert b.exits == [None]
     assert b.loads[-1].counters.failed_requests == 2
 
 
@@ -533,163 +878,92 @@ def test_stop_before_any_share_ends_the_thread(bench):
     b = bench()
     b.engine.start()
     assert b.engine.stop(WAIT_S)
+    assert b.exits == [None]
 
 
-# -- bugs -----------------------------------------------------------------------------------------------------
-# In each, the engine thread dies or a request is dropped: "a dropped request is always an answered error".
+def test_stop_before_start_has_nothing_to_wait_for(bench):
+    b = bench()
+    assert b.engine.stop(WAIT_S)
+    assert b.exits == []
+    b.refused("a", Unavailable)
 
 
-def ended(b, *request_ids):
-    """Whether each was answered once the engine thread could do no more."""
-    b.open()
-    b.engine.stop(WAIT_S)
-    return [bool(b.answers[r]) and b.answers[r][-1].last for r in request_ids]
-
-
-@pytest.fixture
-def dying():
-    """Makes a bench whose engine thread may die; nothing of it is checked afterwards."""
-    return Bench
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="commands behind stop()'s None stay in the inbox: the request gets no answer",
-)
-def test_a_request_after_stop_is_answered(dying):
-    b = dying().start()
+def test_a_request_after_stop_is_refused(bench):
+    b = bench().start()
     b.open()
     assert b.engine.stop(WAIT_S)
-    b.submit("late")
-    assert ended(b, "late") == [True]
+    assert "stopped" in str(b.refused("late", Unavailable))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a request that races stop() stays in the inbox behind its None, unanswered",
-)
-def test_a_request_that_comes_between_stop_and_the_end_of_the_step_is_answered(dying):
-    b = dying().start()
+def test_a_request_that_comes_between_stop_and_the_end_of_the_step_is_refused(bench):
+    b = bench().start()
     b.submit("a", max_tokens=ENDLESS)
     b.wait_plan(1)
-    b.engine.stop(timeout_s=0)
-    b.submit("late")
-    assert ended(b, "a", "late") == [True, True]
+    assert not b.engine.stop(timeout_s=0)
+    assert "stopped" in str(b.refused("late", Unavailable))
+    assert b.stepping
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="_fail_step does not survive make_runner raising: even the failed get no answer",
-)
-def test_when_no_new_runner_can_be_made_everybody_is_answered(dying):
-    b = dying(failures=[RuntimeError("metal gave up")]).start(requests=1)
-    b.submit("running", max_tokens=ENDLESS)
+def test_a_cancel_between_stop_and_the_end_of_the_step_frees_at_once(bench):
+    b = bench().start()
+    b.submit("a", max_tokens=ENDLESS)
     b.wait_plan(1)
-    b.submit("queued")
-
-    def refuse(share):
-        raise RuntimeError("out of memory")
-
-    b.engine._parts = EngineParts(refuse, FakeText, lambda: (0, 0), CONTEXT)
-    assert ended(b, "running", "queued") == [True, True]
+    assert not b.engine.stop(timeout_s=0)
+    b.cancel("a")
+    assert held(b.loads[-1]) == NOTHING
+    assert b.stepping
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="_allocate does not survive make_runner raising: the thread dies in silence",
-)
-def test_a_first_runner_that_cannot_be_made_leaves_an_engine_that_answers(dying):
-    def refuse(share):
-        raise RuntimeError("out of memory")
-
-    b = dying()
-    b.make_runner = refuse
-    b.engine.start()
-    b.share()
-    b.submit("a")
-    assert ended(b, "a") == [True]
+def refuse_to_set_up():
+    raise RuntimeError("no such model")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="_main does not survive setup raising: what was submitted is never answered",
-)
-def test_a_setup_that_fails_answers_what_was_submitted(dying):
-    b = dying()
-
-    def refuse():
-        raise RuntimeError("no such model")
-
-    b.engine._setup = refuse
-    b.engine.start()
-    b.submit("a")
-    assert ended(b, "a") == [True]
+@pytest.mark.parametrize("set_up", [refuse_to_set_up, lambda: None], ids=["raises", "gives up"])
+def test_after_a_set_up_that_fails_requests_are_refused(set_up):
+    published = []
+    engine = Engine(set_up, lambda *publication: published.append(publication), clock=lambda: 42.0)
+    engine.start()
+    engine.allocate(Share(1, 2, 100, 8, 2))
+    with pytest.raises(Unavailable):
+        engine.submit(EngineRequest("a", (1,)), published.append)
+    engine.cancel("a")
+    assert engine.stop(WAIT_S)
+    with pytest.raises(Unavailable):
+        engine.submit(EngineRequest("a", (1,)), published.append)
+    assert published == []
 
 
-class BrokenText(FakeText):
-    def push(self, token):
-        raise KeyError(token)
+# -- everything at once ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="_emit is outside the try of _round: one answer's text kills the engine thread",
-)
-def test_an_answer_whose_text_breaks_ends_alone(dying):
-    b = dying(new_text=lambda stops: BrokenText(stops) if stops else FakeText(stops)).start()
-    broken = b.submit("broken", stop=("break",))
-    fine = b.submit("fine", max_tokens=3)
+def test_callers_on_many_threads_each_get_their_answer_or_their_peace(bench):
+    b = bench(failures=[RuntimeError("metal gave up")]).start(requests=3, aux_slots=6)
     b.open()
-    b.wait_last("broken", "fine")
-    assert isinstance(broken[-1].error, EngineError)
-    assert text_of(fine) == "xxx"
+    errors = []
 
+    def call(caller):
+        try:
+            for i in range(40):
+                request_id = f"{caller}-{i}"
+                b.submit(request_id, max_tokens=1 + i % 5)
+                if i % 3 == 0:
+                    b.cancel(request_id)
+                if i % 10 == 0:
+                    b.share(epoch=2 + i, requests=1 + i % 4, aux_slots=8)
+        except Exception as exc:
+            errors.append(exc)
 
-class UnmakeableText(FakeText):
-    def __init__(self, stops):
-        if stops:
-            raise KeyError(stops)
-        super().__init__(stops)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="_submit queues before new_text, and catches only PomonaError: the thread dies",
-)
-def test_a_request_whose_text_cannot_be_made_ends_alone(dying):
-    b = dying(new_text=UnmakeableText).start()
-    b.submit("broken", stop=("break",))
-    b.submit("fine", max_tokens=3)
-    b.open()
-    b.wait_last("broken", "fine")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(
-    strict=True, reason="latent: a second token in the step that met a stop string is a KeyError in _emit"
-)
-def test_tokens_after_a_stop_string_in_the_same_step_are_dropped(dying, monkeypatch):
-    one = ScriptedRunner.step
-
-    def two_at_once(self, plan):
-        result = one(self, plan)
-        return StepResult((*result.tokens, *result.tokens), result.prompt_tokens)
-
-    monkeypatch.setattr(ScriptedRunner, "step", two_at_once)
-    b = dying().start()
-    deltas = b.submit("a", stop=("x",))
-    b.open()
-    b.wait_last("a")
-    assert (text_of(deltas), deltas[-1].finish, deltas[-1].usage) == ("", FinishReason.STOP, Usage(3, 1))
+    callers = [threading.Thread(target=call, args=(c,)) for c in "abcd"]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join(WAIT_S)
+    cancelled = [deltas for deltas, _ in b.cancelled]
+    b.wait(lambda: all(any(d is c for c in cancelled) or (d and d[-1].last) for d in b.every_answer))
+    assert errors == []
+    ended = [deltas[-1] for deltas in b.every_answer if deltas and deltas[-1].last]
+    counters = b.loads[-1].counters
+    assert counters.finished_requests == sum(delta.error is None for delta in ended)
+    assert counters.failed_requests == sum(delta.error is not None for delta in ended)
+    assert len(b.every_answer) == 160

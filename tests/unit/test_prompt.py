@@ -83,7 +83,7 @@ def test_a_template_argument_that_is_the_servers_to_say_is_refused(name, continu
 
 
 def test_all_refused_template_arguments_are_named():
-    with pytest.raises(RequestError, match="must not name tokenize, truncation$"):
+    with pytest.raises(RequestError, match=r"must not name tokenize, truncation$"):
         encode(chat(arguments={"truncation": True, "fine": 1, "tokenize": False}))
 
 

@@ -444,15 +444,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(request_id=ids, prompt=st.integers(0, 45), max_tokens=st.none() | st.integers(1, 45))
     def submit(self, request_id, prompt, max_tokens):
         reasons = self.reasons_to_refuse(request_id, prompt)
-        try:
-            settled = self.scheduler.submit(request(request_id, prompt, max_tokens))
-        except (RequestError, Unavailable) as error:
-            assert type(error) in reasons
-        else:
-            assert not reasons
-            left = min(CONTEXT, self.limits["kv_tokens"]) - prompt
-            assert settled == (left if max_tokens is None else min(max_tokens, left))
-            self.queue[request_id] = prompt + settled
+        asked = request(request_id, prompt, max_tokens)
+        if reasons:
+            with pytest.raises((RequestError, Unavailable)) as caught:
+                self.scheduler.submit(asked)
+            assert caught.type in reasons
+            return
+        left = min(CONTEXT, self.limits["kv_tokens"]) - prompt
+        settled = left if max_tokens is None else min(max_tokens, left)
+        assert self.scheduler.submit(asked) == settled
+        self.queue[request_id] = prompt + settled
 
     def reasons_to_refuse(self, request_id, prompt):
         slots = self.limits["requests"] >= 1 and self.limits["aux_slots"] >= AUX_EACH

@@ -68,7 +68,7 @@ class RayLauncher:
                     ),
                     cpus=int(node["Resources"].get("CPU", 1)),
                 )
-                for node in ray.nodes()
+                for node in sorted(ray.nodes(), key=_name)
                 if node["Alive"]
             ]
         )

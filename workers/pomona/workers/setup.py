@@ -90,12 +90,10 @@ def local_folder(spec: WorkerSpec, report: Report) -> Path:
 
 
 def gguf_dtype(dtype: str) -> str:
-    """Quantised weights stay so on a GPU; on a CPU, where 4-bit is unusably slow (FACTS), they become float32."""
-    import mlx.core as mx
+    """The dtype that a GGUF is converted to on this machine."""
+    from pomona.workers.models import gguf
 
-    if dtype != "auto":
-        return dtype
-    return "quantized" if mx.metal.is_available() else "float32"
+    return gguf.resolve_dtype(dtype)
 
 
 def context_tokens(spec: WorkerSpec, model_context: int) -> int:

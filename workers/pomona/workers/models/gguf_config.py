@@ -29,15 +29,22 @@ def heads(metadata: Metadata) -> Heads:
     """The head counts and size; ModelError when mlx-lm's llama cannot express them."""
     query = _whole(metadata, "llama.attention.head_count")
     dim = _whole(metadata, "llama.attention.key_length", _whole(metadata, "llama.embedding_length") // query)
+    if dim % 2:
+        raise ModelError(f"Heads are {dim} wide in this GGUF, but rotary positions need an even width.")
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if _whole(metadata, key, dim) != dim:
             raise ModelError(f"{key} is {metadata[key]} but heads are {dim} wide, which mlx-lm's llama cannot express.")
     return Heads(query, _whole(metadata, "llama.attention.head_count_kv", query), dim)
 
 
+def layer_count(metadata: Metadata) -> int:
+    """How many blocks the metadata announces."""
+    return _whole(metadata, "llama.block_count")
+
+
 def model_config(metadata: Metadata, *, vocab: int, tied: bool, rope_factors: Sequence[float] | None) -> dict[str, Any]:
     """config.json for mlx-lm's llama; `rope_factors` are the values of `rope_freqs.weight`, [head_dim / 2]."""
-    if _whole(metadata, "llama.expert_count", 0) > 0:
+    if _whole(metadata, "llama.expert_count", 0, least=0) > 0:
         raise ModelError("This GGUF is a mixture of experts (llama.expert_count), which is not supported as GGUF.")
     layout = heads(metadata)
     theta = _number(metadata, "llama.rope.freq_base", 10000.0)
@@ -45,7 +52,7 @@ def model_config(metadata: Metadata, *, vocab: int, tied: bool, rope_factors: Se
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": _whole(metadata, "llama.embedding_length"),
-        "num_hidden_layers": _whole(metadata, "llama.block_count"),
+        "num_hidden_layers": layer_count(metadata),
         "intermediate_size": _whole(metadata, "llama.feed_forward_length"),
         "num_attention_heads": layout.query,
         "num_key_value_heads": layout.key_value,
@@ -118,22 +125,28 @@ def _llama3_factor(wavelength: float, factor: float) -> float:
 def _end_tokens(metadata: Metadata) -> dict[str, Any]:
     """bos and every id that ends a generation: eos, eot, eom, and control tokens known to end a turn."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = [int(metadata[f"tokenizer.ggml.{key}"]) for key in keys if f"tokenizer.ggml.{key}" in metadata]
+    named = [f"tokenizer.ggml.{key}" for key in keys if f"tokenizer.ggml.{key}" in metadata]
+    ends = [_whole(metadata, key, least=0) for key in named]
     tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
     ends += [i for i, (t, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and t in _TURN_ENDS]
     found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    return found if bos is None else found | {"bos_token_id": int(bos)}
+    bos = "tokenizer.ggml.bos_token_id"
+    return found | {"bos_token_id": _whole(metadata, bos, least=0)} if bos in metadata else found
 
 
-def _whole(metadata: Metadata, key: str, default: int | None = None) -> int:
+def _whole(metadata: Metadata, key: str, default: int | None = None, *, least: int = 1) -> int:
     value = metadata.get(key, default)
     if isinstance(value, list):
         raise ModelError(f"{key} differs from layer to layer in this GGUF, which mlx-lm's llama cannot express.")
     if value is None:
         raise ModelError(f"This GGUF has no {key}, which every llama model needs; fetch or convert the file again.")
-    return int(value)
+    if not isinstance(value, int) or value < least:
+        raise ModelError(f"{key} is {value!r} in this GGUF, which is no count; fetch or convert the file again.")
+    return value
 
 
 def _number(metadata: Metadata, key: str, default: float) -> float:
-    return float(metadata.get(key, default))
+    value = metadata.get(key, default)
+    if not isinstance(value, int | float):
+        raise ModelError(f"{key} is {value!r} in this GGUF, which is no number; fetch or convert the file again.")
+    return float(value)

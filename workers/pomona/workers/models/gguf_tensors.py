@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 from ..errors import ModelError
@@ -43,9 +44,10 @@ def rename(name: str) -> str:
 
 def check_complete(tensors: dict[str, Any], layers: int) -> None:
     """ModelError naming the first tensor that a llama of `layers` layers needs and the file lacks."""
-    wanted = ["token_embd.weight", "output_norm.weight"]
-    wanted += [f"blk.{layer}.{part}.weight" for layer in range(layers) for part in _BLOCK]
-    missing = next((name for name in wanted if name not in tensors), None)
+    blocks = (f"blk.{layer}.{part}.weight" for layer in range(layers) for part in _BLOCK)
+    missing = next(
+        (name for name in chain(("token_embd.weight", "output_norm.weight"), blocks) if name not in tensors), None
+    )
     if missing is not None:
         raise ModelError(
             f"This GGUF has no tensor {missing}: it is one part of several, or incomplete; give a file that holds all."

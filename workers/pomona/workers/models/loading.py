@@ -72,7 +72,7 @@ def open_model(source_path: Path, *, trust_remote_code: bool, dtype: str) -> tup
     # What mlx-lm raises for a config or weights that do not fit its model code.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as exc:
         raise ModelError(f"{source_path} cannot be loaded by mlx-lm: {_sentence(exc)}") from exc
-    _cast(model, dtype)
+    cast(model, dtype)
     return model, config
 
 
@@ -141,7 +141,7 @@ def is_quantized(model: Any) -> bool:
     return any(hasattr(module, "bits") for module in model.modules())
 
 
-def _cast(model: Any, dtype: str) -> None:
+def cast(model: Any, dtype: str) -> None:
     """Casts floating parameters outside quantised layers, lazily; those the model wants kept stay as they are."""
     import mlx.core as mx
     from mlx.utils import tree_map_with_path
@@ -152,11 +152,11 @@ def _cast(model: Any, dtype: str) -> None:
     packed = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "bits"))
     wanted = getattr(model, "cast_predicate", lambda _: True)
 
-    def cast(name: str, array: Any) -> Any:
+    def one(name: str, array: Any) -> Any:
         keep = name.startswith(packed) or not mx.issubdtype(array.dtype, mx.floating)
         return array if keep or not (wanted(name) or target == mx.float32) else array.astype(target)
 
-    model.update(tree_map_with_path(cast, model.parameters()))
+    model.update(tree_map_with_path(one, model.parameters()))
 
 
 def _read_weights(model: Any, progress: Callable[[int, int], None]) -> int:

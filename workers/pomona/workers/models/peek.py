@@ -1,7 +1,7 @@
 """A model's sizes without its weights, from a process of its own: importing mlx-lm lowers the file limit of whoever
 does (and on a Mac starts Metal), which the command line must not pass on to Ray.
 
-    python -m pomona.workers.models.peek FOLDER [--dtype auto] [--trust-remote-code]
+    python -m pomona.workers.models.peek PATH [--dtype auto] [--trust-remote-code]
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Sizes:
         return StateShape(self.kv_bytes_per_token, self.aux_bytes_per_slot)
 
 
-def peek(folder: Path, *, dtype: str, trust_remote_code: bool) -> Sizes:
-    """Ask a child process. Raises ModelError with the child's own sentence."""
-    command = [sys.executable, "-m", __name__, str(folder), "--dtype", dtype]
+def peek(path: Path, *, dtype: str, trust_remote_code: bool) -> Sizes:
+    """Ask a child process about a model folder or a GGUF file. Raises ModelError with the child's own sentence."""
+    command = [sys.executable, "-m", __name__, str(path), "--dtype", dtype]
     command += ["--trust-remote-code"] if trust_remote_code else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as exc:
-        raise ModelError(f"{folder}: reading its configuration took more than {TIMEOUT_S:.0f} s") from exc
+        raise ModelError(f"{path}: reading its configuration took more than {TIMEOUT_S:.0f} s") from exc
     answer = done.stdout.strip().rpartition("\n")[2]
     if done.returncode or not answer:
         reason = answer or done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
@@ -49,26 +49,35 @@ def peek(folder: Path, *, dtype: str, trust_remote_code: bool) -> Sizes:
     return Sizes(**json.loads(answer))
 
 
-def _main() -> int:
+def _look(path: Path, *, dtype: str, trust_remote_code: bool) -> Sizes:
+    """What the child does: importing mlx and mlx-lm, but evaluating nothing."""
     from . import profile
 
-    parser = argparse.ArgumentParser(description="Print a model's sizes as JSON, without loading its weights.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--trust-remote-code", action="store_true")
-    args = parser.parse_args()
-    try:
-        found = profile.peek(args.folder, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-    except PomonaError as exc:
-        print(exc)
-        return 1
-    sizes = Sizes(
+    found = (
+        profile.peek_gguf(path, dtype=dtype)
+        if path.is_file()
+        else profile.peek(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    )
+    return Sizes(
         found.shape.kv_bytes_per_token,
         found.shape.aux_bytes_per_slot,
         found.weights_bytes,
         found.context_tokens,
         profile.working_set_bytes(),
     )
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description="Print a model's sizes as JSON, without loading its weights.")
+    parser.add_argument("path", type=Path, help="a model folder or a .gguf file")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    args = parser.parse_args()
+    try:
+        sizes = _look(args.path, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    except PomonaError as exc:
+        print(exc)
+        return 1
     print(json.dumps(asdict(sizes)))
     return 0
 

@@ -235,3 +235,16 @@ def peek(source_path: Path, *, dtype: str = "auto", trust_remote_code: bool = Fa
     model, config = loading.open_model(source_path, trust_remote_code=trust_remote_code, dtype=dtype)
     loading.refuse_unbatchable(model, source_path)
     return Peek(state_shape(model), loading.weights_bytes(model), loading.context_tokens(config))
+
+
+def peek_gguf(path: Path, *, dtype: str = "auto") -> Peek:
+    """What `peek` says of the folder that a GGUF is converted to for `dtype` ("auto", or one of `gguf.DTYPES`).
+
+    From the header alone, in the time that importing mlx-lm takes. Raises ModelError as `gguf.convert` does.
+    """
+    from . import gguf
+    from .gguf_skeleton import skeleton
+
+    model, config = skeleton(path, gguf.resolve_dtype(dtype))
+    loading.cast(model, "auto" if dtype == "quantized" else dtype)
+    return Peek(state_shape(model), loading.weights_bytes(model), loading.context_tokens(config))
