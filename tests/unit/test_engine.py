@@ -278,6 +278,7 @@ class Bench:
         for deltas, at_cancel in self.cancelled:
             assert deltas == at_cancel, "tokens of a cancelled request are dropped"
         assert all(runner.closed for runner in self.runners)
+        assert self.engine._answers == {}, "no sink outlives its request"
 
 
 @pytest.fixture

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
+import re
+import shutil
 import struct
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -202,7 +207,66 @@ def test_a_cached_conversion_runs_once_and_again_for_a_changed_file(
     with file.open("ab") as changed:
         changed.write(b"\0" * 32)
     assert gguf.cached_conversion(file, tmp_path / "cache", "float32", calls.append) != first
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+
+
+def lock_of(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.lock"
+
+
+CONVERT = """
+import logging, sys
+from pathlib import Path
+from pomona.workers.models import gguf
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+seen = []
+folder = gguf.cached_conversion(Path(sys.argv[1]), Path(sys.argv[2]), "float32", seen.append)
+print(folder.name, "converted" if seen else "found", flush=True)
+"""
+
+
+def test_of_two_processes_one_converts_and_the_other_waits(tiny_llama: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
+    shutil.rmtree(folder)
+    command = [sys.executable, "-c", CONVERT, str(tiny_llama[1]), str(tmp_path / "cache")]
+    with lock_of(folder).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        # Both must stand before the lock when it opens.
+        assert all("waiting" in worker.stdout.readline() for worker in workers if worker.stdout)
+    answers = sorted(worker.communicate(timeout=60)[0].split() for worker in workers)
+    assert answers == [[folder.name, "converted"], [folder.name, "found"]]
+
+
+def test_a_conversion_that_stays_locked_is_an_error_that_names_the_lock(
+    tiny_llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
+    shutil.rmtree(folder)
+    monkeypatch.setattr(gguf, "LOCK_WAIT_S", 0.01)
+    with lock_of(folder).open("a") as held, pytest.raises(ModelError, match=re.escape(str(lock_of(folder)))):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(
+    tiny_llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ModelError, match=r"cache.*cannot be locked"):
+        gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
+
+
+def test_what_a_killed_conversion_left_is_swept_and_nothing_else(tiny_llama: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
+    shutil.rmtree(folder)
+    stale = folder.parent / f".{folder.name}.a1_b2c3d.partial"
+    other = folder.parent / f".{folder.name}.gguf-float32-0123456789ab.a1_b2c3d.partial"
+    for left in (stale, other):
+        left.mkdir()
+        (left / "model.safetensors").write_bytes(b"half")
+    gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
+    assert (stale.exists(), other.exists(), folder.is_dir()) == (False, True, True)
 
 
 def test_rows_are_restored_in_weights_scales_and_biases_alike() -> None:

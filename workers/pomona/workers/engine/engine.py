@@ -73,7 +73,7 @@ class Engine:
 
     `setup` runs on the engine thread; None ends it (setup told whoever waits why).
     `publish` is called on any thread, with what there is to deliver and the new snapshot; it must not block.
-    `on_exit` is called on the engine thread when it ends, with the reason if that is a failure.
+    `on_exit` is called on the engine thread when it ends after a good setup, with the reason if that is a failure.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Engine:
     def allocate(self, share: Share) -> None:
         """Put a share in force. One that is not newer is ignored. Queued requests that no longer fit are refused."""
         with self._lock:
-            if self._parts is None or (self._share is not None and share.epoch <= self._share.epoch):
+            stale = self._share is not None and share.epoch <= self._share.epoch
+            if self._parts is None or self._closing or stale:
                 return
             self._share = share
             sizes = {

@@ -85,11 +85,9 @@ class Scheduler:
         return bool(self._waiting or self._running or self._cancel)
 
     def submit(self, request: EngineRequest) -> int:
-        """Queue a request; returns its settled token limit. Raises RequestError or Overloaded, changing nothing."""
+        """Queue a request; returns its settled token limit. Raises RequestError, Unavailable or Overloaded."""
         if request.request_id in self._waiting or request.request_id in self._running:
             raise RequestError(f"request id {request.request_id} is already in use", param="request_id")
-        if len(self._waiting) >= self.rules.max_queued_requests:
-            raise Overloaded(f"the queue is full: {len(self._waiting)} requests wait (--max-queued-requests)")
         max_tokens = self._settle_max_tokens(request)
         need = Need(len(request.prompt) + max_tokens, self.rules.aux_slots_per_request)
         if not self.pools.fits(need):
@@ -97,6 +95,8 @@ class Scheduler:
                 f"a request needs {need.requests} request slot and {need.aux_slots} auxiliary-state slots; this owner "
                 f"has {self.pools.requests.limit} and {self.pools.aux_slots.limit}"
             )
+        if len(self._waiting) >= self.rules.max_queued_requests:
+            raise Overloaded(f"the queue is full: {len(self._waiting)} requests wait (--max-queued-requests)")
         self._waiting[request.request_id] = Live(Admitted(request, max_tokens), need)
         return max_tokens
 

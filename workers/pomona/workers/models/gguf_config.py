@@ -34,7 +34,10 @@ def heads(metadata: Metadata) -> Heads:
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if _whole(metadata, key, dim) != dim:
             raise ModelError(f"{key} is {metadata[key]} but heads are {dim} wide, which mlx-lm's llama cannot express.")
-    return Heads(query, _whole(metadata, "llama.attention.head_count_kv", query), dim)
+    key_value = _whole(metadata, "llama.attention.head_count_kv", query)
+    if query % key_value:
+        raise ModelError(f"This GGUF has {query} heads over {key_value} key-value heads, which do not share evenly.")
+    return Heads(query, key_value, dim)
 
 
 def layer_count(metadata: Metadata) -> int:

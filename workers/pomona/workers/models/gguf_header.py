@@ -17,9 +17,11 @@ from ..errors import ModelError
 MAGIC = b"GGUF"
 SUPPORTED = ("llama",)
 
-# Real heads are under 20 MiB (a vocabulary of 262,144 tokens). The bound keeps a file that lies from costing more
-# than seconds or this much memory.
-_MAX_HEAD_BYTES = 128 << 20
+# Real heads are about 20 MiB (a vocabulary of 262,144 tokens) with a thousand tensors. The bounds keep a file that
+# lies from costing more than seconds, or more memory than this.
+_MAX_HEAD_BYTES = 64 << 20
+_MAX_TENSORS = 1 << 16
+_MAX_PAIRS = 1 << 16
 _MAX_TEXT_BYTES = 16 << 20
 _MAX_KEPT_ITEMS = 1 << 16
 _MAX_DIMENSIONS = 4
@@ -118,6 +120,17 @@ class _Reader:
             raise EOFError("a string longer than any real one")
         return self.take(length).decode("utf-8")
 
+    def skip_texts(self, count: int) -> None:
+        """One loop without calls to our own methods: a head holds half a million strings that nothing here needs."""
+        read, seek, unpack, end, at = self._file.read, self._file.seek, _U64.unpack, self._end, self.at
+        for _ in range(count):
+            length = unpack(read(8))[0]
+            at += 8 + length
+            if at > end:
+                raise EOFError("the head runs past the end of the file")
+            seek(length, 1)
+        self.at = at
+
     def _advance(self, count: int) -> None:
         self.at += count
         if self.at > self._end:
@@ -138,8 +151,10 @@ def _read(path: Path, parse: Callable[[_Reader, int, int], T]) -> T:
                 raise ModelError(
                     f"{path} is GGUF version {version}, but only versions 2 and 3 are supported; convert it anew."
                 )
+            if tensors > _MAX_TENSORS or pairs > _MAX_PAIRS:
+                raise ValueError(f"{tensors} tensors and {pairs} pairs")
             return parse(reader, tensors, pairs)
-    except (EOFError, KeyError, ValueError) as exc:
+    except (EOFError, KeyError, ValueError, struct.error) as exc:
         raise ModelError(f"{path} starts like GGUF but its header cannot be read; fetch the file again.") from exc
     except OSError as exc:
         raise ModelError(f"{path} cannot be read ({exc.strerror}); check the path and its permissions.") from exc
@@ -174,8 +189,7 @@ def _array(reader: _Reader, *, keep: bool) -> list[Any] | None:
     """The items, or None once they are passed over. Vocabularies are most of a head, and no size depends on them."""
     kind, count = reader.number(_U32), reader.number(_U64)
     if kind == _STRING:
-        for _ in range(count):
-            reader.skip(reader.number(_U64))
+        reader.skip_texts(count)
         return None
     form = _SCALARS[kind]  # KeyError for arrays of arrays too, which MLX does not read either
     if keep and count <= _MAX_KEPT_ITEMS:
