@@ -244,9 +244,10 @@ def test_a_conversion_that_stays_locked_is_an_error_that_names_the_lock(
     folder = gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
     shutil.rmtree(folder)
     monkeypatch.setattr(gguf, "LOCK_WAIT_S", 0.01)
-    with lock_of(folder).open("a") as held, pytest.raises(ModelError, match=re.escape(str(lock_of(folder)))):
+    with lock_of(folder).open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
+        with pytest.raises(ModelError, match=re.escape(str(lock_of(folder)))):
+            gguf.cached_conversion(tiny_llama[1], tmp_path / "cache", "float32", None)
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(

@@ -55,7 +55,7 @@ def test_scalars_and_llama_arrays_are_kept_and_other_arrays_passed_over(tmp_path
     [
         head(pairs=HUGE),
         head(tensors=HUGE, pairs=0),
-        head(pairs=1 << 16),
+        head(pairs=(1 << 16) + 1),
         head(tensors=1 << 16, pairs=0),
         head(pair("llama.k", 9, array(4, HUGE))),
         head(pair("k", 9, array(12, HUGE))),
@@ -85,7 +85,7 @@ def test_counts_that_lie_cost_neither_memory_nor_time(content: bytes, hole: int,
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 3
 
 
 def test_the_architecture_needs_no_more_than_the_first_pair(tmp_path: Path) -> None:

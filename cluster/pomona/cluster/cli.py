@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pomona.cluster import tables
-from pomona.cluster.config import ServeConfig, load
 from pomona.workers.errors import OperatorError, PomonaError
+
+from . import tables
+from .config import ServeConfig, load
 
 OPERATOR_ERROR = 2
 FAILED = 1
@@ -119,7 +120,7 @@ def serve(
     load_timeout_s: LoadTimeout = None,
 ) -> None:
     """Serve MODEL here, or on the Ray cluster that --address names, until Ctrl-C."""
-    from pomona.cluster.serving import run
+    from .serving import run
 
     raise typer.Exit(run(_config(locals()), Console(), Console(stderr=True)))
 
@@ -144,7 +145,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show topology, shares, memory and what binds, without loading weights."""
-    from pomona.cluster.foresight import look
+    from .foresight import look
 
     config = _config({k: v for k, v in locals().items() if k not in ("as_json", "look")})
     foresight = look(config)
@@ -167,7 +168,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show the running cluster: shares, live pools, addresses."""
-    from pomona.cluster.client import fetch_cluster
+    from .client import fetch_cluster
 
     shown = fetch_cluster(url, api_key)
     if as_json:

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pomona.cluster.capacity import Limits, OwnerMemory, ReplicaCapacity, divide
-from pomona.cluster.membership import Identity, Load, Member, Members, Memory, OwnerKey
-from pomona.cluster.plan import Plan, assemble
-from pomona.cluster.topology import Topology
-from pomona.cluster.view import ClusterView, OwnerView, ReplicaView
 from pomona.workers.engine.base import Clock
 from pomona.workers.errors import CapacityError
+
+from .capacity import Limits, OwnerMemory, ReplicaCapacity, divide
+from .membership import Identity, Load, Member, Members, Memory, OwnerKey
+from .plan import Plan, assemble
+from .topology import Topology
+from .view import ClusterView, OwnerView, ReplicaView
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pomona.cluster.capacity import AUX_SLOTS_WITH_PREFIX_CACHE, AUX_SLOTS_WITHOUT_PREFIX_CACHE, Limits
-from pomona.cluster.topology import Topology, resolve
 from pomona.workers.errors import OperatorError
+
+from .capacity import AUX_SLOTS_WITH_PREFIX_CACHE, AUX_SLOTS_WITHOUT_PREFIX_CACHE, Limits
+from .topology import Topology, resolve
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

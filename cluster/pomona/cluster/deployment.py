@@ -8,10 +8,11 @@ import socket
 import sys
 from typing import Any
 
-from pomona.cluster.config import ServeConfig, new_token
-from pomona.cluster.head import HeadStatus
-from pomona.cluster.launcher import NAMESPACE
 from pomona.workers.errors import LostHost, OperatorError
+
+from .config import ServeConfig, new_token
+from .head import HeadStatus
+from .launcher import NAMESPACE
 
 HEAD_NAME = "pomona-head"
 GATEWAY_NAME = "pomona-gateway"
@@ -24,7 +25,7 @@ OBJECT_STORE_BYTES = 100_000_000
 
 def check_ports(config: ServeConfig) -> None:
     """Refuse a port in use before anything is started."""
-    from pomona.cluster.http_server import listen
+    from .http_server import listen
 
     for flag, host, port in (
         ("--port", config.host, config.port),
@@ -94,8 +95,8 @@ class Deployment:
         """Head, gateway, then the replicas. Raises OperatorError."""
         import ray
 
-        from pomona.cluster.gateway.actor import GatewayActor
-        from pomona.cluster.head import HeadActor
+        from .gateway.actor import GatewayActor
+        from .head import HeadActor
 
         self._refuse_second()
         options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "scheduling_strategy": _here()}

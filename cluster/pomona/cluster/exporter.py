@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pomona.cluster import metrics
-from pomona.cluster.view import ClusterView
+from . import metrics
+from .view import ClusterView
 
 
 def app(view: Callable[[], ClusterView], targets: Callable[[], Sequence[tuple[str, str]]]) -> Starlette:

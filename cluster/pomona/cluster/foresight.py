@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pomona.cluster.capacity import Limits, check_limits
-from pomona.cluster.config import ServeConfig
-from pomona.cluster.membership import Memory
-from pomona.cluster.plan import Plan, foresee
-from pomona.cluster.topology import Topology, check_model
 from pomona.workers.errors import OperatorError
 from pomona.workers.models import source
 from pomona.workers.models.peek import Sizes, peek
 from pomona.workers.models.profile import kv_pool
 from pomona.workers.models.source import ModelSource
+
+from .capacity import Limits, check_limits
+from .config import ServeConfig
+from .membership import Memory
+from .plan import Plan, foresee
+from .topology import Topology, check_model
 
 
 @dataclass(frozen=True, slots=True)

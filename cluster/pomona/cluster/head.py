@@ -8,18 +8,19 @@ import logging
 import time
 from dataclasses import dataclass
 
-from pomona.cluster import exporter
-from pomona.cluster.cluster import Cluster
-from pomona.cluster.config import ServeConfig
-from pomona.cluster.http_server import HttpServer, listen
-from pomona.cluster.launcher import Launcher, RayLauncher
-from pomona.cluster.placement import bind_host
-from pomona.cluster.registry import RegistryService
-from pomona.cluster.replicas import Failure, Replicas
-from pomona.cluster.view import ClusterView
 from pomona.v1 import registry_pb2_grpc
 from pomona.workers import rpc
 from pomona.workers.errors import OperatorError
+
+from . import exporter
+from .cluster import Cluster
+from .config import ServeConfig
+from .http_server import HttpServer, listen
+from .launcher import Launcher, RayLauncher
+from .placement import bind_host
+from .registry import RegistryService
+from .replicas import Failure, Replicas
+from .view import ClusterView
 
 log = logging.getLogger(__name__)
 

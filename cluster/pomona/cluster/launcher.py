@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from pomona.cluster.placement import Host, unique_names
 from pomona.workers import environment
 from pomona.workers.spec import Ended, Progress, WorkerSpec
+
+from .placement import Host, unique_names
 
 STOP_GRACE_S = 5.0
 NAMESPACE = "pomona"

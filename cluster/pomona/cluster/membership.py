@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pomona.cluster.capacity import OwnerShare
+from .capacity import OwnerShare
 
 SUSPECT_S = 3.0
 LEASE_S = 10.0

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from pomona.cluster.capacity import Bound
-from pomona.cluster.membership import PoolLoad
-from pomona.cluster.view import ClusterView, OwnerView
+from .capacity import Bound
+from .membership import PoolLoad
+from .view import ClusterView, OwnerView
 
 # Text format 0.0.4, always: newer negotiated formats rename compat metrics (FACTS).
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

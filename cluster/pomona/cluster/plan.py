@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pomona.cluster.capacity import Limits, OwnerMemory, OwnerShare, ReplicaCapacity, divide
-from pomona.cluster.membership import Memory
-from pomona.cluster.topology import Topology
+from .capacity import Limits, OwnerMemory, OwnerShare, ReplicaCapacity, divide
+from .membership import Memory
+from .topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

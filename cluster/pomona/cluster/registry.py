@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from pomona.cluster import wire
-from pomona.cluster.cluster import Cluster
-from pomona.cluster.membership import LEASE_S, UnknownWorker
 from pomona.v1 import registry_pb2, registry_pb2_grpc
+
+from . import wire
+from .cluster import Cluster
+from .membership import LEASE_S, UnknownWorker
 
 if TYPE_CHECKING:  # generic in the stubs only
     Context = grpc.aio.ServicerContext[Any, Any]

@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pomona.cluster.capacity import part
-from pomona.cluster.cluster import Cluster
-from pomona.cluster.config import ServeConfig
-from pomona.cluster.launcher import Handle, Launcher
-from pomona.cluster.membership import OwnerKey
-from pomona.cluster.placement import Host, bind_host, choose
-from pomona.cluster.view import ReplicaView
 from pomona.workers.errors import OperatorError
 from pomona.workers.spec import Ended, Stage, WorkerSpec
+
+from .capacity import part
+from .cluster import Cluster
+from .config import ServeConfig
+from .launcher import Handle, Launcher
+from .membership import OwnerKey
+from .placement import Host, bind_host, choose
+from .view import ReplicaView
 
 log = logging.getLogger(__name__)
 

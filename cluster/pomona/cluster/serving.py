@@ -12,15 +12,16 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from pomona.cluster import tables
-from pomona.cluster.config import ServeConfig
-from pomona.cluster.deployment import Deployment, check_address, check_ports
-from pomona.cluster.foresight import Foresight, look
-from pomona.cluster.head import HeadStatus
-from pomona.cluster.metrics import replica_state
-from pomona.cluster.replicas import Failure
-from pomona.cluster.view import ReplicaView
 from pomona.workers.errors import LostHost, OperatorError
+
+from . import tables
+from .config import ServeConfig
+from .deployment import Deployment, check_address, check_ports
+from .foresight import Foresight, look
+from .head import HeadStatus
+from .metrics import replica_state
+from .replicas import Failure
+from .view import ReplicaView
 
 LOAD_POLL_S = 0.2
 SERVE_POLL_S = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pomona.cluster.membership import Load, Phase, PoolLoad
-from pomona.cluster.plan import OwnerPlan, Plan
+from .membership import Load, Phase, PoolLoad
+from .plan import OwnerPlan, Plan
 
 
 @dataclass(frozen=True, slots=True)

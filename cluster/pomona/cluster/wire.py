@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pomona.cluster.capacity import Bound
-from pomona.cluster.membership import Allocation, Identity, Load, Member, Memory, OwnerKey, Phase, PoolLoad
 from pomona.v1 import registry_pb2, telemetry_pb2
+
+from .capacity import Bound
+from .membership import Allocation, Identity, Load, Member, Memory, OwnerKey, Phase, PoolLoad
 
 _BOUNDS = {
     Bound.REQUESTED: telemetry_pb2.CAPACITY_BOUND_REQUESTED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from pomona.workers.spec import Ended, Progress, WorkerSpec
+from .spec import Ended, Progress, WorkerSpec
 
 
 class WorkerActor:
@@ -18,7 +18,7 @@ class WorkerActor:
 
     async def run(self) -> Ended:
         """Serve until `stop`, or say why that cannot be."""
-        from pomona.workers.worker import Worker
+        from .worker import Worker
 
         self._worker = worker = Worker(self._spec)
         return await worker.run()

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 
 from pomona.v1 import inference_pb2, inference_pb2_grpc, telemetry_pb2
-from pomona.workers.engine.base import Delta
-from pomona.workers.engine.engine import Engine
-from pomona.workers.errors import Overloaded, PomonaError, RequestError, StaleEpoch, Unavailable
-from pomona.workers.text.prompt import PromptEncoder
-from pomona.workers.wire import TokenBytes, to_engine_request, to_generate_response
+
+from .engine.base import Delta
+from .engine.engine import Engine
+from .errors import Overloaded, PomonaError, RequestError, StaleEpoch, Unavailable
+from .text.prompt import PromptEncoder
+from .wire import TokenBytes, to_engine_request, to_generate_response
 
 DEFAULT_DEADLINE_S = 3600.0
 

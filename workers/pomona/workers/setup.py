@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pomona.workers import environment
-from pomona.workers.engine.engine import EngineParts
-from pomona.workers.errors import OperatorError
-from pomona.workers.models.profile import MemoryProfile
-from pomona.workers.spec import Progress, Stage, WorkerSpec
+from . import environment
+from .engine.engine import EngineParts
+from .errors import OperatorError
+from .models.profile import MemoryProfile
+from .spec import Progress, Stage, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
     """Load the model that the spec names and profile it. Runs on the engine thread. Raises OperatorError."""
     import mlx.core as mx
 
-    from pomona.workers.models import loading, profile
+    from .models import loading, profile
 
     path = local_folder(spec, report)
     report(Progress(Stage.READING))
@@ -71,7 +71,7 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
 
 def local_folder(spec: WorkerSpec, report: Report) -> Path:
     """The mlx-lm folder of the spec's model on this host: found, downloaded, or converted from GGUF."""
-    from pomona.workers.models import gguf, source
+    from .models import gguf, source
 
     found = source.resolve(spec.source)
     if found.path is None:
@@ -91,7 +91,7 @@ def local_folder(spec: WorkerSpec, report: Report) -> Path:
 
 def gguf_dtype(dtype: str) -> str:
     """The dtype that a GGUF is converted to on this machine."""
-    from pomona.workers.models import gguf
+    from .models import gguf
 
     return gguf.resolve_dtype(dtype)
 
@@ -114,7 +114,7 @@ def _vocab_size(model: Any, config: dict[str, Any], tokenizer: Any) -> int:
 
 
 def _runner(spec: WorkerSpec, model: Any, vocab_size: int) -> Any:
-    from pomona.workers.engine.runner import BatchRunner
+    from .engine.runner import BatchRunner
 
     return BatchRunner(
         model.model,
@@ -125,6 +125,6 @@ def _runner(spec: WorkerSpec, model: Any, vocab_size: int) -> Any:
 
 
 def _text(tokenizer: Any, stops: tuple[str, ...]) -> Any:
-    from pomona.workers.text.stream import TextStream
+    from .text.stream import TextStream
 
     return TextStream(tokenizer.detokenizer, stops)

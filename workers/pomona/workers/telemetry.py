@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from pomona.v1 import registry_pb2, registry_pb2_grpc, telemetry_pb2
-from pomona.workers import rpc
+
+from . import rpc
 
 log = logging.getLogger(__name__)
 

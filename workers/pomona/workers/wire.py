@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pomona.v1 import inference_pb2, telemetry_pb2
-from pomona.workers.engine.base import (
+
+from .engine.base import (
     Delta,
     EngineLoad,
     EngineRequest,
@@ -14,8 +15,8 @@ from pomona.workers.engine.base import (
     Share,
     TokenLogprobs,
 )
-from pomona.workers.engine.pools import PoolView
-from pomona.workers.errors import RequestError
+from .engine.pools import PoolView
+from .errors import RequestError
 
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pomona.v1 import inference_pb2_grpc, registry_pb2, telemetry_pb2
-from pomona.workers import rpc, wire
-from pomona.workers.engine.base import Batch, EngineLoad
-from pomona.workers.engine.engine import Engine, EngineParts
-from pomona.workers.errors import EngineError, OperatorError, StaleEpoch, Unavailable
-from pomona.workers.service import InferenceService
-from pomona.workers.setup import Loaded, prepare
-from pomona.workers.spec import Ended, Progress, Stage, WorkerSpec
-from pomona.workers.telemetry import Reporter
-from pomona.workers.text.prompt import PromptEncoder
-from pomona.workers.text.vocabulary import token_bytes
+
+from . import rpc, wire
+from .engine.base import Batch, EngineLoad
+from .engine.engine import Engine, EngineParts
+from .errors import EngineError, OperatorError, StaleEpoch, Unavailable
+from .service import InferenceService
+from .setup import Loaded, prepare
+from .spec import Ended, Progress, Stage, WorkerSpec
+from .telemetry import Reporter
+from .text.prompt import PromptEncoder
+from .text.vocabulary import token_bytes
 
 log = logging.getLogger(__name__)
 

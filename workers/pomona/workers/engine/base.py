@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from pomona.workers.engine.pools import PoolView
-from pomona.workers.errors import PomonaError
+from ..errors import PomonaError
+from .pools import PoolView
 
 
 class FinishReason(Enum):

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pomona.workers.engine.base import (
+from ..errors import EngineError, PomonaError, Unavailable
+from .base import (
     Batch,
     Clock,
     Counters,
@@ -30,9 +31,8 @@ from pomona.workers.engine.base import (
     TokenOut,
     Usage,
 )
-from pomona.workers.engine.pools import Pools
-from pomona.workers.engine.scheduler import Rules, Scheduler
-from pomona.workers.errors import EngineError, PomonaError, Unavailable
+from .pools import Pools
+from .scheduler import Rules, Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, StopSequences
 
-from pomona.workers.engine.base import Admitted, FinishReason, Logprob, Sampling, StepPlan, StepResult, TokenOut
-from pomona.workers.engine.sampling import sampler_for
+from .base import Admitted, FinishReason, Logprob, Sampling, StepPlan, StepResult, TokenOut
+from .sampling import sampler_for
 
 # Prompts that prefill together. More does not help: prefill is bound by compute, not by reading weights.
 PREFILL_BATCH = 8

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
-from pomona.workers.engine.base import Sampling
+from .base import Sampling
 
 Sampler = Callable[[Any], Any]  # [rows, vocab] log probabilities -> [rows] token ids
 

@@ -11,9 +11,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
-from pomona.workers.engine.base import Admitted, EngineRequest, StepPlan, StepResult, TokenOut
-from pomona.workers.engine.pools import Need, Pools
-from pomona.workers.errors import Overloaded, RequestError, Unavailable
+from ..errors import Overloaded, RequestError, Unavailable
+from .base import Admitted, EngineRequest, StepPlan, StepResult, TokenOut
+from .pools import Need, Pools
 
 
 class Phase(Enum):

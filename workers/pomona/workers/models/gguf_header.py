@@ -17,11 +17,12 @@ from ..errors import ModelError
 MAGIC = b"GGUF"
 SUPPORTED = ("llama",)
 
-# Real heads are about 20 MiB (a vocabulary of 262,144 tokens) with a thousand tensors. The bounds keep a file that
-# lies from costing more than seconds, or more memory than this.
+# Real heads are up to 20 MiB, with a thousand tensors and half a million merges (a vocabulary of 262,144 tokens). The
+# bounds keep a file that lies from costing more than seconds, or more memory than this.
 _MAX_HEAD_BYTES = 64 << 20
 _MAX_TENSORS = 1 << 16
 _MAX_PAIRS = 1 << 16
+_MAX_TEXTS = 1 << 21
 _MAX_TEXT_BYTES = 16 << 20
 _MAX_KEPT_ITEMS = 1 << 16
 _MAX_DIMENSIONS = 4
@@ -151,13 +152,18 @@ def _read(path: Path, parse: Callable[[_Reader, int, int], T]) -> T:
                 raise ModelError(
                     f"{path} is GGUF version {version}, but only versions 2 and 3 are supported; convert it anew."
                 )
-            if tensors > _MAX_TENSORS or pairs > _MAX_PAIRS:
-                raise ValueError(f"{tensors} tensors and {pairs} pairs")
+            _check_count(tensors, _MAX_TENSORS)
+            _check_count(pairs, _MAX_PAIRS)
             return parse(reader, tensors, pairs)
     except (EOFError, KeyError, ValueError, struct.error) as exc:
         raise ModelError(f"{path} starts like GGUF but its header cannot be read; fetch the file again.") from exc
     except OSError as exc:
         raise ModelError(f"{path} cannot be read ({exc.strerror}); check the path and its permissions.") from exc
+
+
+def _check_count(count: int, most: int) -> None:
+    if count > most:
+        raise ValueError(f"the head announces {count} items where real ones have up to {most}")
 
 
 def _architecture(reader: _Reader, _: int, pairs: int) -> Any:
@@ -189,6 +195,7 @@ def _array(reader: _Reader, *, keep: bool) -> list[Any] | None:
     """The items, or None once they are passed over. Vocabularies are most of a head, and no size depends on them."""
     kind, count = reader.number(_U32), reader.number(_U64)
     if kind == _STRING:
+        _check_count(count, _MAX_TEXTS)
         reader.skip_texts(count)
         return None
     form = _SCALARS[kind]  # KeyError for arrays of arrays too, which MLX does not read either

@@ -6,7 +6,8 @@ import json
 from typing import Any, Protocol
 
 from pomona.v1 import inference_pb2
-from pomona.workers.errors import RequestError
+
+from ..errors import RequestError
 
 # What the template is called with is the server's to say; a client's template would be a program of theirs.
 RESERVED = frozenset(

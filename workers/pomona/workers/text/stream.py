@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pomona.workers.text.stops import StopMatcher
+from .stops import StopMatcher
 
 
 class Detokenizer(Protocol):
