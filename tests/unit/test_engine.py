@@ -137,6 +137,7 @@ class Bench:
             clock=lambda: 42.0,
             on_exit=self.on_exit,
             max_queued_requests=self.max_queued_requests,
+            prefix_cache=False,
         )
 
     # -- on the engine thread

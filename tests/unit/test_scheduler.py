@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pomona.workers.engine.base import Admitted, EngineRequest, FinishReason, StepPlan, StepResult, TokenOut
-from pomona.workers.engine.pools import Need, Pools
+from pomona.workers.engine.pools import Need, Pools, PoolView
 from pomona.workers.engine.scheduler import LEGAL_MOVES, IllegalMove, Live, Phase, Rules, Scheduler
 from pomona.workers.errors import Overloaded, RequestError, Unavailable
 
 
 def scheduler(*, context=1000, aux_each=0, queue=1024, requests=4, kv_tokens=1000, aux_slots=0):
     return Scheduler(
-        Rules(context, aux_each, queue), Pools(requests=requests, kv_tokens=kv_tokens, aux_slots=aux_slots)
+        Rules(context, aux_each, queue, prefix_cache=False),
+        Pools(requests=requests, kv_tokens=kv_tokens, aux_slots=aux_slots),
     )
 
 
@@ -560,3 +561,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_kept_prefixes_are_evictable_and_give_way_to_whoever_needs_the_room():
+    engine = Scheduler(Rules(100), Pools(requests=2, kv_tokens=20, aux_slots=0))
+    engine.submit(EngineRequest("a", (1,) * 8, max_tokens=2))
+    assert engine.plan().cache_tokens == 10
+    engine.commit(StepResult((TokenOut("a", 5, FinishReason.LENGTH),), cached_tokens=9))
+    assert engine.pools.kv_tokens.view() == PoolView(20, 0, 9)
+    engine.submit(EngineRequest("b", (1,) * 8, max_tokens=8))
+    plan = engine.plan()
+    assert [a.request.request_id for a in plan.start] == ["b"]
+    assert plan.cache_tokens == 4
+    assert engine.pools.kv_tokens.view() == PoolView(20, 16, 4)
+    engine.check_invariants()

@@ -65,7 +65,7 @@ def test_a_plan_shows_every_owners_capacity_and_why():
 
 def test_live_pools_are_shown_as_used_of_capacity_with_the_phase(live):
     text = shown(tables.plan_view(live))
-    assert rows(text) == [["0", "0", "mac1", "3/8", "2,500/123,456", "16/32", "requested", "ready"]]
+    assert rows(text) == [["0", "0", "mac1", "3/8", "2,000/123,456", "12/32", "requested", "ready"]]
     assert "phase" in text
 
 

@@ -164,6 +164,7 @@ class Replicas:
             context_length=config.context_length,
             chunked_prefill_size=config.chunked_prefill_size,
             max_queued_requests=config.max_queued_requests,
+            prefix_cache=not config.disable_radix_cache,
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )

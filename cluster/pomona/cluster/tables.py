@@ -73,7 +73,7 @@ def _owner_row(owner: Json, *, hybrid: bool, live: bool) -> list[str | Text]:
 
 def _used(pool: Json | None, capacity: int) -> str:
     """`used/capacity` where the pool is live, else the capacity."""
-    return f"{capacity:,}" if pool is None else f"{pool['used'] + pool['evictable']:,}/{pool['capacity']:,}"
+    return f"{capacity:,}" if pool is None else f"{pool['used']:,}/{pool['capacity']:,}"
 
 
 def addresses(names: Mapping[str, str]) -> RenderableType:

@@ -28,6 +28,7 @@ class WorkerSpec:
     context_length: int | None = None
     chunked_prefill_size: int = 512
     max_queued_requests: int = 1024
+    prefix_cache: bool = True
     dtype: str = "auto"
     trust_remote_code: bool = False
 

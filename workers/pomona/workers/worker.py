@@ -61,6 +61,7 @@ class Worker:
             clock=time.monotonic,
             on_exit=self._on_engine_exit,
             max_queued_requests=spec.max_queued_requests,
+            prefix_cache=spec.prefix_cache,
         )
         self._reporter: Reporter | None = None
 

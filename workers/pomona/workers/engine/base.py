@@ -68,29 +68,39 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenOut:
-    """One generated token. `finish` is set when the runner ended the request with it (EOS or length)."""
+    """One generated token. `finish` is set when the runner ended the request with it (EOS or length).
+
+    `cached_tokens` is how many prompt tokens were reused, the same in each of a request's tokens.
+    """
 
     request_id: str
     token: int
     finish: FinishReason | None = None
     logprob: float | None = None
     top: tuple[Logprob, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the next step does: first drop `cancel`, then take in `start`, then run everything that is in."""
+    """What the next step does: drop `cancel`, let the prefix cache hold at most `cache_tokens`, take in `start`, and
+    run everything that is in."""
 
     start: tuple[Admitted, ...] = ()
     cancel: tuple[str, ...] = ()
+    cache_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced, and how many prompt tokens it computed."""
+    """What a step produced, how many prompt tokens it computed, and what the prefix cache holds after it.
+
+    `cached_tokens` is at most the plan's `cache_tokens` plus what the requests that finished had reserved.
+    """
 
     tokens: tuple[TokenOut, ...] = ()
     prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Runner(Protocol):

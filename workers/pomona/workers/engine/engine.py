@@ -84,12 +84,14 @@ class Engine:
         clock: Clock,
         on_exit: Callable[[EngineError | None], None] = lambda _: None,
         max_queued_requests: int = 1024,
+        prefix_cache: bool = True,
     ) -> None:
         self._setup = setup
         self._publish = publish
         self._on_exit = on_exit
         self._clock = clock
         self._max_queued = max_queued_requests
+        self._prefix_cache = prefix_cache
         self._thread = threading.Thread(target=self._main, name="pomona-engine", daemon=True)
         # Guards everything below; notified when there may be work.
         self._lock = threading.Condition()
@@ -141,7 +143,9 @@ class Engine:
                 "aux_slots": share.aux_slots,
             }
             if self._scheduler is None:
-                rules = Rules(self._parts.context_tokens, share.aux_slots_per_request, self._max_queued)
+                rules = Rules(
+                    self._parts.context_tokens, share.aux_slots_per_request, self._max_queued, self._prefix_cache
+                )
                 self._scheduler = Scheduler(rules, Pools(**sizes))
             else:
                 refused = self._scheduler.resize(**sizes)
@@ -253,7 +257,7 @@ class Engine:
         scores = () if token.logprob is None else (TokenLogprobs(token.token, token.logprob, token.top),)
         usage = None
         if finish is not None:
-            usage = Usage(len(answer.request.prompt), answer.generated)
+            usage = Usage(len(answer.request.prompt), answer.generated, token.cached_tokens)
             del self._answers[token.request_id]
         self._batch.append((answer.sink, Delta((token.token,), text, scores, finish, usage)))
         self._count(generation_tokens=1, finished_requests=int(finish is not None))

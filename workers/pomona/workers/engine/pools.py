@@ -36,6 +36,7 @@ class Pool:
 
     def __init__(self, capacity: int = 0) -> None:
         self._used = 0
+        self._evictable = 0
         self.resize(capacity)
 
     @property
@@ -49,22 +50,38 @@ class Pool:
         return max(self._limit, self._used)
 
     @property
-    def free(self) -> int:
+    def room(self) -> int:
+        """What can be taken: free, and what is kept only until somebody needs it."""
         return self.capacity - self._used
+
+    @property
+    def free(self) -> int:
+        return self.room - self._evictable
 
     @property
     def used(self) -> int:
         return self._used
 
+    @property
+    def evictable(self) -> int:
+        return self._evictable
+
+    def keep(self, amount: int) -> None:
+        """So much is evictable now; more than there is room for cannot be."""
+        self._evictable = max(0, min(amount, self.room))
+
     def resize(self, capacity: int) -> None:
         if capacity < 0:
             raise ValueError(f"a pool cannot hold {capacity}")
         self._limit = capacity
+        self.keep(self._evictable)
 
     def take(self, amount: int) -> None:
-        if not 0 <= amount <= self.free:
-            raise ValueError(f"cannot take {amount} of {self.free} free")
+        """Take from what is free, then from what is evictable: whoever keeps that has to let it go."""
+        if not 0 <= amount <= self.room:
+            raise ValueError(f"cannot take {amount} of {self.room}")
         self._used += amount
+        self.keep(self._evictable)
 
     def give(self, amount: int) -> None:
         if not 0 <= amount <= self._used:
@@ -72,7 +89,7 @@ class Pool:
         self._used -= amount
 
     def view(self) -> PoolView:
-        return PoolView(self.capacity, self._used)
+        return PoolView(self.capacity, self._used, self._evictable)
 
 
 class Pools:
@@ -85,9 +102,9 @@ class Pools:
 
     def has_room(self, need: Need) -> bool:
         return (
-            need.requests <= self.requests.free
-            and need.kv_tokens <= self.kv_tokens.free
-            and need.aux_slots <= self.aux_slots.free
+            need.requests <= self.requests.room
+            and need.kv_tokens <= self.kv_tokens.room
+            and need.aux_slots <= self.aux_slots.room
         )
 
     def take(self, need: Need) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, StopSequences
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 
 from .base import Admitted, FinishReason, Logprob, Sampling, StepPlan, StepResult, TokenOut
+from .prefix_cache import PrefixCache
 from .sampling import sampler_for
 
 # Prompts that prefill together. More does not help: prefill is bound by compute, not by reading weights.
@@ -37,20 +40,27 @@ class BatchRunner:
         self._uids: dict[str, int] = {}
         self._live: dict[int, Admitted] = {}
         self._prefilling: set[int] = set()
+        self._reused: dict[int, int] = {}
+        self._prefixes: PrefixCache[list[Any]] = PrefixCache()
+        # Only plain KV can be cut at any token; state and sliding windows cannot.
+        self._reusable = all(type(cache) is KVCache for cache in make_prompt_cache(model))
 
     def step(self, plan: StepPlan) -> StepResult:
+        room = plan.cache_tokens if self._reusable else 0
         self._drop(plan.cancel)
+        self._prefixes.shrink(room)
         self._take(plan.start)
         if not self._live:
-            return StepResult()
+            return StepResult(cached_tokens=self._prefixes.size)
         together = max(1, min(PREFILL_BATCH, len(self._prefilling)))
         self._generator.prefill_step_size = max(MIN_CHUNK_TOKENS, self._chunk_tokens // together)
         _, responses = self._generator.next()
-        return self._book(responses)
+        return self._book(responses, room)
 
     def close(self) -> None:
         self._generator.close()
         self._live.clear()
+        self._prefixes.shrink(0)
         mx.clear_cache()
 
     def _drop(self, request_ids: Collection[str]) -> None:
@@ -60,41 +70,67 @@ class BatchRunner:
         for uid in gone:
             self._live.pop(uid, None)
             self._prefilling.discard(uid)
+            self._reused.pop(uid, None)
 
     def _take(self, start: Collection[Admitted]) -> None:
         if not start:
             return
+        prefixes = [self._prefix(admitted.request.prompt) for admitted in start]
         uids = self._generator.insert(
-            [list(a.request.prompt) for a in start],
+            [list(a.request.prompt[length:]) for a, (_, length) in zip(start, prefixes, strict=True)],
             max_tokens=[a.max_tokens for a in start],
+            caches=[caches for caches, _ in prefixes],
+            all_tokens=[list(a.request.prompt[:length]) for a, (_, length) in zip(start, prefixes, strict=True)],
             samplers=[sampler_for(a.request.sampling, self._vocab_size) for a in start],
             stop_sequences=[self._stop_never if a.request.ignore_eos else self._stop_at_eos for a in start],
         )
-        for uid, admitted in zip(uids, start, strict=True):
+        for uid, admitted, (_, length) in zip(uids, start, prefixes, strict=True):
             self._uids[admitted.request.request_id] = uid
             self._live[uid] = admitted
+            self._reused[uid] = length
             self._prefilling.add(uid)
 
-    def _book(self, responses: Collection[Any]) -> StepResult:
-        prompt_tokens = sum(
-            len(self._live[r.uid].request.prompt)
-            for r in responses
-            if r.uid in self._live and r.uid in self._prefilling
-        )
-        tokens = tuple(self._token(r) for r in responses if r.uid in self._live)
-        self._prefilling.difference_update(r.uid for r in responses)
-        for r in responses:
-            if r.finish_reason is not None and r.uid in self._live:
-                self._uids.pop(self._live.pop(r.uid).request.request_id, None)
-        return StepResult(tokens, prompt_tokens)
+    def _prefix(self, prompt: tuple[int, ...]) -> tuple[list[Any] | None, int]:
+        """Caches that hold the longest kept prefix of `prompt`, and its length.
+
+        The arrays are shared with the kept entry: BatchGenerator's merge copies what it reads and writes elsewhere.
+        """
+        found = self._prefixes.longest(prompt)
+        if found is None:
+            return None, 0
+        kept, length = found
+        caches = [copy.copy(cache) for cache in kept]
+        trim_prompt_cache(caches, caches[0].offset - length)
+        return caches, length
+
+    def _book(self, responses: Collection[Any], room: int) -> StepResult:
+        responses = [r for r in responses if r.uid in self._live]
+        tokens = tuple(self._token(r) for r in responses)
+        first = [r.uid for r in responses if r.uid in self._prefilling]
+        computed = sum(len(self._live[uid].request.prompt) - self._reused[uid] for uid in first)
+        self._prefilling.difference_update(first)
+        for response in responses:
+            if response.finish_reason is not None:
+                room += self._end(response, room)
+        return StepResult(tokens, computed, self._prefixes.size)
+
+    def _end(self, response: Any, room: int) -> int:
+        """Forget a finished request, keep its KV where there is room; returns the KV tokens it had reserved."""
+        admitted = self._live.pop(response.uid)
+        del self._uids[admitted.request.request_id], self._reused[response.uid]
+        reserved = len(admitted.request.prompt) + admitted.max_tokens
+        # Evaluated, a row is a copy of its own; until then it would hold the whole batch.
+        if room and self._prefixes.add(response.all_tokens, response.prompt_cache, room + reserved):
+            mx.eval([cache.state[:2] for cache in response.prompt_cache])
+        return reserved
 
     def _token(self, response: Any) -> TokenOut:
         request = self._live[response.uid].request
         finish = FinishReason(response.finish_reason) if response.finish_reason else None
         if request.sampling.top_logprobs is None:
-            return TokenOut(request.request_id, response.token, finish)
+            return TokenOut(request.request_id, response.token, finish, cached_tokens=self._reused[response.uid])
         chosen, top = _logprobs(response.logprobs, response.token, request.sampling)
-        return TokenOut(request.request_id, response.token, finish, chosen, top)
+        return TokenOut(request.request_id, response.token, finish, chosen, top, self._reused[response.uid])
 
 
 def _logprobs(row: Any, token: int, sampling: Sampling) -> tuple[float, tuple[Logprob, ...]]:

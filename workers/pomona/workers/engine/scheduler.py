@@ -61,6 +61,7 @@ class Rules:
     context_tokens: int
     aux_slots_per_request: int = 0
     max_queued_requests: int = 1024
+    prefix_cache: bool = True
 
 
 class Scheduler:
@@ -154,7 +155,7 @@ class Scheduler:
             self._running[request_id] = live
             start.append(live.admitted)
         cancel, self._cancel = tuple(self._cancel), []
-        return StepPlan(tuple(start), cancel)
+        return StepPlan(tuple(start), cancel, self.pools.kv_tokens.room if self.rules.prefix_cache else 0)
 
     def commit(self, result: StepResult) -> tuple[TokenOut, ...]:
         """Book a step's tokens; returns those of requests that are still here."""
@@ -170,6 +171,7 @@ class Scheduler:
             if token.finish is not None:
                 live.move(Phase.FINISHED)
                 self._release(token.request_id)
+        self.pools.kv_tokens.keep(result.cached_tokens)
         return tuple(booked)
 
     def resize(self, *, requests: int, kv_tokens: int, aux_slots: int) -> tuple[str, ...]:
@@ -187,6 +189,7 @@ class Scheduler:
             self._running[request_id].move(Phase.ABORTED)
             self._release(request_id)
         self._cancel.clear()
+        self.pools.kv_tokens.keep(0)
         return failed
 
     def drain_queue(self) -> tuple[str, ...]:
