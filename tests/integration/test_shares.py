@@ -326,10 +326,10 @@ async def test_an_answer_is_what_mlx_lm_says_with_usage_in_its_last_message(clie
     from mlx_lm.generate import stream_generate
 
     model, tokenizer = load(str(models["llama"]))[:2]
-    prompt = tokenizer.encode("hello world")
+    prompt = tokenizer.encode("a prompt of its own")
     expected = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=24)]
 
-    messages = await client.answer()
+    messages = await client.answer(text="a prompt of its own")
     assert [token for m in messages for token in m.ids] == expected
     assert "".join(m.text for m in messages) == tokenizer.decode(expected)
     assert [m.finish_reason for m in messages[:-1]] == [inference_pb2.FINISH_REASON_UNSPECIFIED] * (len(messages) - 1)

@@ -160,12 +160,27 @@ async def test_the_spec_says_everything_a_worker_needs(run):
         disable_radix_cache=True, trust_remote_code=True,
     )  # fmt: skip
     await until(lambda: len(launcher.started) == 2)
-    expected = dict(
-        model="M", source="org/model", replica=1, owner=0, host="mac2", bind_host="10.0.0.42",
-        registry_address="10.0.0.1:7", token="secret", aux_slots=43, aux_slots_per_request=1, ranks_on_host=1,
-        mem_fraction_static=0.5, mamba_full_memory_ratio=0.7, max_total_tokens=999, context_length=77,
-        chunked_prefill_size=64, max_queued_requests=5, dtype="float32", trust_remote_code=True,
-    )  # fmt: skip
+    expected = {
+        "model": "M",
+        "source": "org/model",
+        "replica": 1,
+        "owner": 0,
+        "host": "mac2",
+        "bind_host": "10.0.0.42",
+        "registry_address": "10.0.0.1:7",
+        "token": "secret",
+        "aux_slots": 43,
+        "aux_slots_per_request": 1,
+        "ranks_on_host": 1,
+        "mem_fraction_static": 0.5,
+        "mamba_full_memory_ratio": 0.7,
+        "max_total_tokens": 999,
+        "context_length": 77,
+        "chunked_prefill_size": 64,
+        "max_queued_requests": 5,
+        "dtype": "float32",
+        "trust_remote_code": True,
+    }
     given = asdict(launcher.started[1].spec)
     assert {name: given[name] for name in expected} == expected
 
