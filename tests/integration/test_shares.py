@@ -493,11 +493,6 @@ async def test_a_request_id_in_use_is_refused_and_its_owner_goes_on(client):
     await client.load_until(idle, SOON_S)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="to_engine_request does not bound top_logprobs: runner._logprobs raises in argpartition, which fails the "
-    "step for everybody in it and answers INTERNAL",
-)
 async def test_more_alternatives_than_tokens_are_the_callers_mistake(client):
     error = await client.refusal(sampling=Sampling(max_tokens=2, top_logprobs=513))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -528,10 +523,6 @@ async def test_stop_answers_everybody_and_ends_the_run(models):
             await asyncio.open_connection(host, int(port))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Worker.stop promises `the head is told`, but nothing calls Deregister: the owner stays for its 10 s lease",
-)
 async def test_a_worker_that_stops_tells_the_head(models):
     async with opened() as bench:
         worker = bench.start(models["llama"])
@@ -593,11 +584,6 @@ async def test_workers_register_anew_with_a_registry_that_restarts_on_the_same_p
         call.cancel()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a new Cluster counts epochs from 0, and Register carries none: after a restart the head's epoch is not "
-    "above the workers', so engines ignore the share it sends (Engine.allocate: not newer), a changed limit with it",
-)
 async def test_head_restart_gives_shares_of_a_higher_epoch(models):
     async with opened() as bench:
         bench.start(models["llama"])

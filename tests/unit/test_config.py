@@ -85,22 +85,15 @@ def test_a_bad_value_in_a_file_names_its_key(yaml_file, line):
     assert refusal(yaml_file(f"model: m\n{line}\n")).startswith(f"{key} ")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="config._explain goes by MODEL alone: beside a file, a bad flag is shown as a key"
-)
 def test_a_bad_flag_beside_a_file_is_named_as_a_flag(yaml_file):
     assert refusal(yaml_file("model: m\nport: 9000\n"), port=70000).startswith("--port 70000")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="ServeConfig is lax: YAML's `dp_size: yes` is the integer 1, `port: true` port 1"
-)
 @pytest.mark.parametrize("line", ["dp_size: yes", "port: true", "max_running_requests: true"])
 def test_a_truth_value_is_no_number(yaml_file, line):
     refusal(yaml_file(f"model: m\n{line}\n"))
 
 
-@pytest.mark.xfail(strict=True, reason="no allow_inf_nan=False: kv_pool then fails with a bare ValueError on int(nan)")
 def test_a_ratio_is_a_finite_number():
     refusal("m", mamba_full_memory_ratio=float("inf"))
 

@@ -513,13 +513,14 @@ def test_submit_and_its_refusals_return_while_a_step_runs(bench):
     b.refused("empty", RequestError, prompt=0)
     b.submit("one", max_tokens=3)
     b.submit("two", max_tokens=3)
-    assert (b.loads[-1].running, b.loads[-1].waiting) == (1, 2)
-    b.refused("three", Overloaded)
+    b.submit("three", max_tokens=3)  # one of the three fits the free slot, two wait
+    assert (b.loads[-1].running, b.loads[-1].waiting) == (1, 3)
+    b.refused("four", Overloaded)
     assert b.stepping
     assert len(b.runners[0].plans) == 1
     assert started(b.one_step()) == ["one"]
     b.open()
-    b.wait_last("running", "one", "two")
+    b.wait_last("running", "one", "two", "three")
 
 
 def test_cancel_frees_the_pools_while_a_step_runs(bench):

@@ -373,11 +373,6 @@ async def test_stop_ends_the_others_when_one_cannot_be_stopped(run, monkeypatch)
     assert launcher.started[1].stops == 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Replicas._supervise does not expect launcher.start to raise: its task ends unseen, no failure is set, and "
-    "`pomona serve` shows `starting` until --load-timeout-s",
-)
 async def test_a_start_that_raises_is_a_failure_too(run):
     launcher = FakeLauncher("mac1")
     launcher.error = RuntimeError("the node is gone")
@@ -386,7 +381,6 @@ async def test_a_start_that_raises_is_a_failure_too(run):
     assert replicas.failure is not None
 
 
-@pytest.mark.xfail(strict=True, reason="the same, after it was ready: the replica is never started again")
 async def test_a_restart_that_raises_is_tried_again(run, pauses):
     launcher = FakeLauncher("mac1")
     _, cluster = run(launcher)
@@ -403,11 +397,6 @@ async def test_a_restart_that_raises_is_tried_again(run, pauses):
     assert len(launcher.started) == 2
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Replicas._run takes `ready` from the last poll, up to PROGRESS_INTERVAL_S old: one that died right after "
-    "it became ready counts as never ready, and ends the whole serve",
-)
 async def test_a_replica_that_dies_right_after_it_became_ready_is_placed_anew(run, pauses):
     launcher = FakeLauncher("mac1")
     replicas, cluster = run(launcher)

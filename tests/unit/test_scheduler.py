@@ -181,13 +181,23 @@ def test_an_empty_prompt_is_the_clients_mistake(param):
 
 
 def test_a_full_queue_is_overloaded_and_what_waits_still_runs():
-    engine = scheduler(queue=2)
-    submit_all(engine, request("a"), request("b"))
+    engine = scheduler(queue=2, requests=2)
+    submit_all(engine, request("a"), request("b"), request("c"), request("d"))
     with pytest.raises(Overloaded, match="2 requests wait"):
-        engine.submit(request("c"))
+        engine.submit(request("e"))
     assert started(engine.plan()) == ["a", "b"]
-    engine.submit(request("c"))
+    with pytest.raises(Overloaded, match="2 requests wait"):
+        engine.submit(request("e"))
+    engine.cancel("a")
+    engine.submit(request("e"))
     assert started(engine.plan()) == ["c"]
+
+
+def test_a_burst_that_fits_the_free_slots_is_not_a_queue():
+    engine = scheduler(queue=1, requests=4)
+    submit_all(engine, *(request(str(n)) for n in range(5)))
+    with pytest.raises(Overloaded, match="1 requests wait"):
+        engine.submit(request("5"))
 
 
 def test_an_id_in_use_is_refused_whether_it_waits_or_runs():
@@ -461,9 +471,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         return {
             *([RequestError] if request_id in self.queue or request_id in self.held else []),
             *([RequestError] if not 0 < prompt < min(CONTEXT, self.limits["kv_tokens"]) else []),
-            *([Overloaded] if len(self.queue) >= QUEUE else []),
+            *([Overloaded] if len(self.queue) - self.free_slots() >= QUEUE else []),
             *([Unavailable] if not slots else []),
         }
+
+    def free_slots(self):
+        return max(0, self.limits["requests"] - len(self.held))
 
     @rule(request_id=ids)
     def cancel(self, request_id):

@@ -97,9 +97,6 @@ def test_names_with_square_brackets_are_shown_as_they_are():
     assert "[bold]careful" in text
 
 
-@pytest.mark.xfail(
-    strict=True, reason="tables._owner_row passes host (and addresses() the URL) as rich markup, not Text"
-)
 def test_a_host_name_with_square_brackets_is_shown_as_it_is(live):
     live["owners"][0]["host"] = "mac[1]/[b]"
     assert "mac[1]/[b]" in shown(tables.plan_view(live))

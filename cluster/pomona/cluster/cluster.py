@@ -49,8 +49,10 @@ class Cluster:
     def expects(self, model: str, replica: int, owner: int) -> bool:
         return model == self.model and replica < self.topology.replicas and owner < self.topology.attn_dp_size
 
-    def register(self, identity: Identity, memory: Memory) -> Member:
+    def register(self, identity: Identity, memory: Memory, epoch: int = 0) -> Member:
+        """`epoch` is that of the share the worker still has, from before this head's time: new ones go above it."""
         member = self.members.register(identity, memory, self._clock())
+        self.members.rise_above(epoch)
         self._allocate()
         self._changed()
         return member

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class ServeConfig(BaseModel):
     """Flags of `pomona serve`; the names are SGLang's where it has them. Sizes are of one replica."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     model: str
     served_model_name: str | None = None
@@ -82,7 +83,7 @@ def load(model: str, flags: dict[str, Any]) -> ServeConfig:
     try:
         return ServeConfig.model_validate(values | given)
     except ValidationError as exc:
-        raise OperatorError(_explain(exc, model)) from exc
+        raise OperatorError(_explain(exc, model, given)) from exc
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -97,11 +98,11 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _explain(exc: ValidationError, model: str) -> str:
-    """The first thing that is wrong, in the words of the command line."""
+def _explain(exc: ValidationError, model: str, flags: Container[str]) -> str:
+    """The first thing that is wrong, in the words it was said in: a flag, or a key of the file."""
     error = exc.errors()[0]
     name = ".".join(str(part) for part in error["loc"])
-    shown = name if is_file(model) else "--" + name.replace("_", "-")
+    shown = "--" + name.replace("_", "-") if name in flags or not is_file(model) else name
     if error["type"] == "extra_forbidden":
         known = ", ".join(sorted(ServeConfig.model_fields))
         return f"{model}: unknown key {name}; the known ones are {known}"

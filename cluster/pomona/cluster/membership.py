@@ -153,6 +153,10 @@ class Members:
             member.load, member.heard_at = load, now
         return member
 
+    def rise_above(self, epoch: int) -> None:
+        """The next plan's number will be higher than `epoch`."""
+        self.epoch = max(self.epoch, epoch)
+
     def allocate(self, shares: Mapping[OwnerKey, OwnerShare]) -> int:
         """Put shares in force under a new epoch, which is returned."""
         self.epoch += 1

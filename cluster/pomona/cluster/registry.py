@@ -33,7 +33,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
     async def Register(self, request: registry_pb2.RegisterRequest, context: Context) -> registry_pb2.RegisterResponse:
         if not self._cluster.expects(request.worker.model, request.worker.replica, request.worker.owner):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this cluster wants no such owner")
-        member = self._cluster.register(wire.to_identity(request), wire.to_memory(request.memory))
+        member = self._cluster.register(wire.to_identity(request), wire.to_memory(request.memory), request.epoch)
         return registry_pb2.RegisterResponse(worker_id=member.worker_id, lease_s=LEASE_S)
 
     async def ReportLoad(

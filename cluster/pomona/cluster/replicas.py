@@ -91,12 +91,13 @@ class Replicas:
     async def _supervise(self, replica: int) -> None:
         failures = 0
         while self.failure is None:
-            ended, was_ready = await self._run(replica)
+            ended = await self._run(replica)
+            came_up = self._came_up(replica)
             self._cluster.lost(OwnerKey(replica, 0))
-            failures = 1 if was_ready else failures + 1
+            failures = 1 if came_up else failures + 1
             log.warning("replica %d ended: %s", replica, ended.reason)
             self._show(replica, "failed", problem=ended.reason)
-            if failures == 1 and not was_ready:
+            if failures == 1 and not came_up:
                 self.failure = self.failure or Failure(ended.reason, ended.operator)
                 return
             await asyncio.sleep(backoff_s(failures))
@@ -112,8 +113,20 @@ class Replicas:
             else:
                 return
 
-    async def _run(self, replica: int) -> tuple[Ended, bool]:
-        """One life of a replica: (why it ended, whether it had been ready)."""
+    async def _run(self, replica: int) -> Ended:
+        """One life of a replica, and why it ended, whatever broke."""
+        try:
+            return await self._live(replica)
+        except Exception as exc:
+            log.exception("replica %d cannot run", replica)
+            return Ended(f"starting it failed: {type(exc).__name__}: {exc}")
+
+    def _came_up(self, replica: int) -> bool:
+        """Whether it loaded and registered: then its end is an accident, not a model or a flag that is wrong."""
+        registered = self._cluster.members.at(OwnerKey(replica, 0)) is not None
+        return registered or self._cluster.replica_views[replica].stage == Stage.READY.value
+
+    async def _live(self, replica: int) -> Ended:
         self._starts += 1
         name = f"pomona-worker-{replica}-{self._starts}"
         handle = await self._launcher.start(self._spec(replica), self._placed[replica], name)
@@ -123,9 +136,9 @@ class Replicas:
             ended = await handle.ended()
         finally:
             progress.cancel()
-        ready = self._cluster.replica_views[replica].stage == Stage.READY.value
+            await asyncio.gather(progress, return_exceptions=True)
         await handle.stop()
-        return ended, ready
+        return ended
 
     async def _follow(self, replica: int, handle: Handle) -> None:
         """Show how far the start is, until it is ready."""

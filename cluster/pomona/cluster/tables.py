@@ -60,7 +60,7 @@ def _owner_row(owner: Json, *, hybrid: bool, live: bool) -> list[str | Text]:
     row: list[str | Text] = [
         str(owner["replica"]),
         str(owner["owner"]),
-        owner["host"] or "-",
+        Text(owner["host"] or "-"),
         _used(pools.get("request_slots"), owner["max_running_requests"]),
         _used(pools.get("kv_tokens"), owner["kv_tokens"]),
     ]
@@ -79,5 +79,5 @@ def _used(pool: Json | None, capacity: int) -> str:
 def addresses(names: Mapping[str, str]) -> RenderableType:
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, url in names.items():
-        table.add_row(Text(name, style="bold"), url)
+        table.add_row(Text(name, style="bold"), Text(url))
     return table

@@ -25,35 +25,35 @@ _sym_db = _symbol_database.Default()
 from pomona.v1 import telemetry_pb2 as pomona_dot_v1_dot_telemetry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pomona/v1/registry.proto\x12\tpomona.v1\x1a\x19pomona/v1/telemetry.proto\"w\n\x0fRegisterRequest\x12)\n\x06worker\x18\x01 \x01(\x0b\x32\x19.pomona.v1.WorkerIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x06memory\x18\x03 \x01(\x0b\x32\x18.pomona.v1.MemoryProfile\"6\n\x10RegisterResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\":\n\x11ReportLoadRequest\x12%\n\x06report\x18\x01 \x01(\x0b\x32\x15.pomona.v1.LoadReport\"b\n\x12ReportLoadResponse\x12.\n\nallocation\x18\x01 \x01(\x0b\x32\x15.pomona.v1.AllocationH\x00\x88\x01\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x42\r\n\x0b_allocation\"#\n\x12WatchRoutesRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb9\x01\n\x05Route\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12)\n\x06worker\x18\x02 \x01(\x0b\x32\x19.pomona.v1.WorkerIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05phase\x18\x04 \x01(\x0e\x32\x15.pomona.v1.OwnerPhase\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.pomona.v1.LoadReport\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x04\"p\n\x13WatchRoutesResponse\x12\x0c\n\x04\x66ull\x18\x01 \x01(\x08\x12 \n\x06routes\x18\x02 \x03(\x0b\x32\x10.pomona.v1.Route\x12\x1a\n\x12removed_worker_ids\x18\x03 \x03(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"K\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x13\n\x11GetClusterRequest\"*\n\x12GetClusterResponse\x12\x14\n\x0c\x63luster_json\x18\x01 \x01(\t2\x8b\x03\n\x0fRegistryService\x12\x43\n\x08Register\x12\x1a.pomona.v1.RegisterRequest\x1a\x1b.pomona.v1.RegisterResponse\x12M\n\nReportLoad\x12\x1c.pomona.v1.ReportLoadRequest\x1a\x1d.pomona.v1.ReportLoadResponse(\x01\x30\x01\x12N\n\x0bWatchRoutes\x12\x1d.pomona.v1.WatchRoutesRequest\x1a\x1e.pomona.v1.WatchRoutesResponse0\x01\x12I\n\nDeregister\x12\x1c.pomona.v1.DeregisterRequest\x1a\x1d.pomona.v1.DeregisterResponse\x12I\n\nGetCluster\x12\x1c.pomona.v1.GetClusterRequest\x1a\x1d.pomona.v1.GetClusterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pomona/v1/registry.proto\x12\tpomona.v1\x1a\x19pomona/v1/telemetry.proto\"\x86\x01\n\x0fRegisterRequest\x12)\n\x06worker\x18\x01 \x01(\x0b\x32\x19.pomona.v1.WorkerIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x06memory\x18\x03 \x01(\x0b\x32\x18.pomona.v1.MemoryProfile\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"6\n\x10RegisterResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\":\n\x11ReportLoadRequest\x12%\n\x06report\x18\x01 \x01(\x0b\x32\x15.pomona.v1.LoadReport\"b\n\x12ReportLoadResponse\x12.\n\nallocation\x18\x01 \x01(\x0b\x32\x15.pomona.v1.AllocationH\x00\x88\x01\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x42\r\n\x0b_allocation\"#\n\x12WatchRoutesRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb9\x01\n\x05Route\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12)\n\x06worker\x18\x02 \x01(\x0b\x32\x19.pomona.v1.WorkerIdentity\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05phase\x18\x04 \x01(\x0e\x32\x15.pomona.v1.OwnerPhase\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.pomona.v1.LoadReport\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x04\"p\n\x13WatchRoutesResponse\x12\x0c\n\x04\x66ull\x18\x01 \x01(\x08\x12 \n\x06routes\x18\x02 \x03(\x0b\x32\x10.pomona.v1.Route\x12\x1a\n\x12removed_worker_ids\x18\x03 \x03(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"K\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x13\n\x11GetClusterRequest\"*\n\x12GetClusterResponse\x12\x14\n\x0c\x63luster_json\x18\x01 \x01(\t2\x8b\x03\n\x0fRegistryService\x12\x43\n\x08Register\x12\x1a.pomona.v1.RegisterRequest\x1a\x1b.pomona.v1.RegisterResponse\x12M\n\nReportLoad\x12\x1c.pomona.v1.ReportLoadRequest\x1a\x1d.pomona.v1.ReportLoadResponse(\x01\x30\x01\x12N\n\x0bWatchRoutes\x12\x1d.pomona.v1.WatchRoutesRequest\x1a\x1e.pomona.v1.WatchRoutesResponse0\x01\x12I\n\nDeregister\x12\x1c.pomona.v1.DeregisterRequest\x1a\x1d.pomona.v1.DeregisterResponse\x12I\n\nGetCluster\x12\x1c.pomona.v1.GetClusterRequest\x1a\x1d.pomona.v1.GetClusterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pomona.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REGISTERREQUEST']._serialized_start=66
-  _globals['_REGISTERREQUEST']._serialized_end=185
-  _globals['_REGISTERRESPONSE']._serialized_start=187
-  _globals['_REGISTERRESPONSE']._serialized_end=241
-  _globals['_REPORTLOADREQUEST']._serialized_start=243
-  _globals['_REPORTLOADREQUEST']._serialized_end=301
-  _globals['_REPORTLOADRESPONSE']._serialized_start=303
-  _globals['_REPORTLOADRESPONSE']._serialized_end=401
-  _globals['_WATCHROUTESREQUEST']._serialized_start=403
-  _globals['_WATCHROUTESREQUEST']._serialized_end=438
-  _globals['_ROUTE']._serialized_start=441
-  _globals['_ROUTE']._serialized_end=626
-  _globals['_WATCHROUTESRESPONSE']._serialized_start=628
-  _globals['_WATCHROUTESRESPONSE']._serialized_end=740
-  _globals['_DEREGISTERREQUEST']._serialized_start=742
-  _globals['_DEREGISTERREQUEST']._serialized_end=817
-  _globals['_DEREGISTERRESPONSE']._serialized_start=819
-  _globals['_DEREGISTERRESPONSE']._serialized_end=839
-  _globals['_GETCLUSTERREQUEST']._serialized_start=841
-  _globals['_GETCLUSTERREQUEST']._serialized_end=860
-  _globals['_GETCLUSTERRESPONSE']._serialized_start=862
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=904
-  _globals['_REGISTRYSERVICE']._serialized_start=907
-  _globals['_REGISTRYSERVICE']._serialized_end=1302
+  _globals['_REGISTERREQUEST']._serialized_start=67
+  _globals['_REGISTERREQUEST']._serialized_end=201
+  _globals['_REGISTERRESPONSE']._serialized_start=203
+  _globals['_REGISTERRESPONSE']._serialized_end=257
+  _globals['_REPORTLOADREQUEST']._serialized_start=259
+  _globals['_REPORTLOADREQUEST']._serialized_end=317
+  _globals['_REPORTLOADRESPONSE']._serialized_start=319
+  _globals['_REPORTLOADRESPONSE']._serialized_end=417
+  _globals['_WATCHROUTESREQUEST']._serialized_start=419
+  _globals['_WATCHROUTESREQUEST']._serialized_end=454
+  _globals['_ROUTE']._serialized_start=457
+  _globals['_ROUTE']._serialized_end=642
+  _globals['_WATCHROUTESRESPONSE']._serialized_start=644
+  _globals['_WATCHROUTESRESPONSE']._serialized_end=756
+  _globals['_DEREGISTERREQUEST']._serialized_start=758
+  _globals['_DEREGISTERREQUEST']._serialized_end=833
+  _globals['_DEREGISTERRESPONSE']._serialized_start=835
+  _globals['_DEREGISTERRESPONSE']._serialized_end=855
+  _globals['_GETCLUSTERREQUEST']._serialized_start=857
+  _globals['_GETCLUSTERREQUEST']._serialized_end=876
+  _globals['_GETCLUSTERRESPONSE']._serialized_start=878
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=920
+  _globals['_REGISTRYSERVICE']._serialized_start=923
+  _globals['_REGISTRYSERVICE']._serialized_end=1318
 # @@protoc_insertion_point(module_scope)

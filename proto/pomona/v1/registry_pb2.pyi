@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "address", "memory")
+    __slots__ = ("worker", "address", "memory", "epoch")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     worker: _telemetry_pb2.WorkerIdentity
     address: str
     memory: _telemetry_pb2.MemoryProfile
-    def __init__(self, worker: _Optional[_Union[_telemetry_pb2.WorkerIdentity, _Mapping]] = ..., address: _Optional[str] = ..., memory: _Optional[_Union[_telemetry_pb2.MemoryProfile, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, worker: _Optional[_Union[_telemetry_pb2.WorkerIdentity, _Mapping]] = ..., address: _Optional[str] = ..., memory: _Optional[_Union[_telemetry_pb2.MemoryProfile, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("worker_id", "lease_s")

@@ -46,10 +46,12 @@ class AnswerQueue:
         self._deltas.append(delta)
         self._some.set()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Merged deltas until the last one. Raises the answer's error."""
+    async def deltas(self, deadline: float) -> AsyncIterator[Delta]:
+        """Merged deltas until the last one. Raises the answer's error, or TimeoutError past the loop's `deadline`."""
         while not self.ended:
-            await self._some.wait()
+            # Around the wait alone: while a generator stands at its yield, a timeout would cancel whoever iterates.
+            async with asyncio.timeout_at(deadline):
+                await self._some.wait()
             self._some.clear()
             waiting, self._deltas = list(self._deltas), deque()
             delta = merge(waiting)
@@ -75,7 +77,7 @@ def merge(deltas: list[Delta]) -> Delta:
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves one owner. `admits` says whether new work is welcome (a share is in force, not draining)."""
+    """Serves one owner. `admits(model, epoch)` raises Unavailable where new work is not welcome: no share, draining."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         prompts: PromptEncoder,
         tokenizing: Executor,
         token_bytes: TokenBytes,
-        admits: Callable[[int], None],
+        admits: Callable[[str, int], None],
         load: Callable[[], telemetry_pb2.LoadReport],
     ) -> None:
         self._engine = engine
@@ -98,25 +100,26 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         try:
-            async with asyncio.timeout(request.deadline_s if request.HasField("deadline_s") else DEFAULT_DEADLINE_S):
-                async for response in self._answer(request):
-                    yield response
+            async for response in self._answer(request):
+                yield response
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed")
         except PomonaError as exc:
             await refuse(context, exc)
 
     async def _answer(self, request: inference_pb2.GenerateRequest) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        self._admits(request.epoch)
+        self._admits(request.model, request.epoch)
         loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self._tokenizing, self._prompts.encode, request)
+        deadline = loop.time() + (request.deadline_s if request.HasField("deadline_s") else DEFAULT_DEADLINE_S)
+        async with asyncio.timeout_at(deadline):
+            prompt = await loop.run_in_executor(self._tokenizing, self._prompts.encode, request)
         answer = AnswerQueue()
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id} is already in use", param="request_id")
         self._live[request.request_id] = answer
         try:
             self._engine.submit(to_engine_request(request, prompt), answer.put)
-            async for delta in answer.deltas():
+            async for delta in answer.deltas(deadline):
                 yield to_generate_response(delta, self._token_bytes)
         finally:
             del self._live[request.request_id]

@@ -22,6 +22,7 @@ MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 1.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0)
 REGISTER_TIMEOUT_S = 5.0
+GOODBYE_TIMEOUT_S = 1.0
 
 
 class Reporter:
@@ -31,7 +32,7 @@ class Reporter:
         self,
         registry_address: str,
         token: str,
-        registration: registry_pb2.RegisterRequest,
+        registration: Callable[[], registry_pb2.RegisterRequest],
         snapshot: Callable[[], telemetry_pb2.LoadReport],
         on_response: Callable[[registry_pb2.ReportLoadResponse], None],
     ) -> None:
@@ -41,27 +42,44 @@ class Reporter:
         self._snapshot = snapshot
         self._on_response = on_response
         self._changed = asyncio.Event()
+        self.worker_id = ""
 
     def changed(self) -> None:
         """There is news: report soon."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Report until cancelled. A head that is away is asked again, for ever, with a bounded pause."""
-        failures = 0
+        """Report until cancelled, then say goodbye. A head that is away is asked again, with a bounded pause."""
+        self._failures = 0
         async with rpc.channel(self._address) as channel:
             stub = registry_pb2_grpc.RegistryServiceStub(channel)
-            while True:
-                try:
-                    await self._session(stub)
-                    failures = 0
-                except grpc.aio.AioRpcError as exc:
-                    log.warning("head at %s: %s %s", self._address, exc.code().name, exc.details())
-                await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
-                failures += 1
+            try:
+                while True:
+                    await self._try_session(stub)
+                    await asyncio.sleep(RETRY_S[min(self._failures, len(RETRY_S) - 1)])
+                    self._failures += 1
+            finally:
+                await self._deregister(stub)
+
+    async def _try_session(self, stub: registry_pb2_grpc.RegistryServiceStub) -> None:
+        try:
+            await self._session(stub)
+        except grpc.aio.AioRpcError as exc:
+            log.warning("head at %s: %s %s", self._address, exc.code().name, exc.details())
+        except Exception:  # whatever it was, a worker that no longer reports would be given up as lost
+            log.exception("reporting to %s failed", self._address)
+
+    async def _deregister(self, stub: registry_pb2_grpc.RegistryServiceStub) -> None:
+        """The head hears it now, not when the lease runs out; when it cannot be told, the lease does."""
+        goodbye = registry_pb2.DeregisterRequest(
+            worker_id=self.worker_id, incarnation=self._registration().worker.incarnation, reason="stopped"
+        )
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await stub.Deregister(goodbye, metadata=self._metadata, timeout=GOODBYE_TIMEOUT_S)
 
     async def _session(self, stub: registry_pb2_grpc.RegistryServiceStub) -> None:
-        registered = await stub.Register(self._registration, metadata=self._metadata, timeout=REGISTER_TIMEOUT_S)
+        registered = await stub.Register(self._registration(), metadata=self._metadata, timeout=REGISTER_TIMEOUT_S)
+        self.worker_id, self._failures = registered.worker_id, 0
         call = stub.ReportLoad(self._reports(registered.worker_id), metadata=self._metadata)
         try:
             async for response in call:

@@ -24,6 +24,9 @@ _FINISH = {
     FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
 }
 
+# OpenAI's limit.
+MAX_TOP_LOGPROBS = 20
+
 TokenBytes = Callable[[int], bytes]
 
 
@@ -44,6 +47,8 @@ def to_engine_request(request: inference_pb2.GenerateRequest, prompt: tuple[int,
 
 
 def _to_sampling(s: inference_pb2.SamplingParams) -> Sampling:
+    if s.top_logprobs > MAX_TOP_LOGPROBS:
+        raise RequestError(f"top_logprobs {s.top_logprobs} must be at most {MAX_TOP_LOGPROBS}", param="top_logprobs")
     if not 0 <= s.temperature < float("inf"):
         raise RequestError(f"temperature {s.temperature} must be 0 or more", param="temperature")
     if s.HasField("top_p") and not 0 < s.top_p <= 1:

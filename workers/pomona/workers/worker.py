@@ -102,7 +102,7 @@ class Worker:
         self._reporter = Reporter(
             self.spec.registry_address,
             self.spec.token,
-            self._registration(loaded),
+            lambda: self._registration(loaded),
             self.load_report,
             self._on_response,
         )
@@ -111,6 +111,7 @@ class Worker:
             await self._stop.wait()
         finally:
             reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
             await asyncio.to_thread(self._engine.stop)
             await server.stop(GRACE_S)
 
@@ -125,6 +126,7 @@ class Worker:
                 host=self.spec.host,
             ),
             address=self.address,
+            epoch=self._state.load.epoch if self._state.load is not None else 0,
             memory=telemetry_pb2.MemoryProfile(
                 kv_tokens=m.kv_tokens,
                 hybrid=m.hybrid,
@@ -144,13 +146,18 @@ class Worker:
         """The latest snapshot; zero capacity until a share is in force."""
         self._state.seq += 1
         if self._state.load is None:
-            return telemetry_pb2.LoadReport(incarnation=self.incarnation, seq=self._state.seq)
-        return wire.to_load_report(
-            self._state.load, now=time.monotonic(), seq=self._state.seq, incarnation=self.incarnation
-        )
+            report = telemetry_pb2.LoadReport(incarnation=self.incarnation, seq=self._state.seq)
+        else:
+            report = wire.to_load_report(
+                self._state.load, now=time.monotonic(), seq=self._state.seq, incarnation=self.incarnation
+            )
+        report.worker_id = self._reporter.worker_id if self._reporter is not None else ""
+        return report
 
-    def _admits(self, epoch: int) -> None:
+    def _admits(self, model: str, epoch: int) -> None:
         load = self._state.load
+        if model not in ("", self.spec.model):
+            raise Unavailable(f"this owner serves {self.spec.model}, not {model}")
         if load is None:
             raise Unavailable("this owner has no share yet")
         if self._state.draining or self._stop.is_set():

@@ -135,7 +135,7 @@ class BatchRunner:
 
 def _logprobs(row: Any, token: int, sampling: Sampling) -> tuple[float, tuple[Logprob, ...]]:
     """The sampled token's log probability and the `top_logprobs` likeliest, best first. row: [vocab], normalised."""
-    count = sampling.top_logprobs or 0
+    count = min(sampling.top_logprobs or 0, row.shape[0])
     if count == 0:
         return float(row[token].item()), ()
     best = mx.argpartition(-row, kth=count - 1)[:count]

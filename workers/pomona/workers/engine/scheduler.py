@@ -96,8 +96,10 @@ class Scheduler:
                 f"a request needs {need.requests} request slot and {need.aux_slots} auxiliary-state slots; this owner "
                 f"has {self.pools.requests.limit} and {self.pools.aux_slots.limit}"
             )
-        if len(self._waiting) >= self.rules.max_queued_requests:
-            raise Overloaded(f"the queue is full: {len(self._waiting)} requests wait (--max-queued-requests)")
+        # Those that the next plan will admit only pass through the queue.
+        queued = len(self._waiting) - self.pools.requests.room
+        if queued >= self.rules.max_queued_requests:
+            raise Overloaded(f"the queue is full: {queued} requests wait (--max-queued-requests)")
         self._waiting[request.request_id] = Live(Admitted(request, max_tokens), need)
         return max_tokens
 
