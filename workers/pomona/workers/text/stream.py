@@ -34,7 +34,8 @@ class TextStream:
     def finish(self) -> tuple[str, bool]:
         """The answer ended; returns what was held back, and whether that still held a stop string."""
         self._detokenizer.finalize()
-        text, stopped = self._stops.push(self._detokenizer.last_segment)
+        # What finalize adds may be part of a character that the token limit cut: it is no text.
+        text, stopped = self._stops.push(self._detokenizer.last_segment.rstrip("\ufffd"))
         if stopped:
             return text, True
         rest, stopped = self._stops.flush()
