@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -145,6 +146,22 @@ def test_a_hybrid_answers_and_gives_its_slots_back(hybrid: Served):
     reply = httpx.post(f"{hybrid.url}/v1/chat/completions", json=body, timeout=30)
     assert reply.status_code == 200
     eventually(lambda: hybrid.total("pomona_aux_state_slots", state="used") == 0, 2, "no slot is used")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Debian's chromium is not installed; CI installs it")
+def test_the_capacity_page_shows_the_pools_in_a_browser(hybrid: Served, tmp_path: Path):
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    command = [
+        "chromium",
+        *flags.split(),
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={tmp_path}",
+    ]
+    command += ["--virtual-time-budget=3000", "--dump-dom", f"{hybrid.url}/"]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    for words in ("Auxiliary slots", "0 of 16", "0 of 4", "reduced from 8 to 4 by aux", "ready"):
+        assert words in page
 
 
 def test_ctrl_c_ends_everything_ray_included(hybrid: Served):

@@ -259,3 +259,11 @@ async def test_metrics_count_what_happened() -> None:
     assert counted['pomona_time_to_first_token_seconds_sum{model="M"}'] == 2
     assert counted['pomona_inter_token_latency_seconds_count{model="M"}'] == 4
     assert counted['pomona_request_duration_seconds_sum{model="M"}'] == 8
+
+
+async def test_the_capacity_page_needs_no_key_and_loads_nothing_from_elsewhere() -> None:
+    async with client(FakeBackend(), api_key="secret") as http:
+        reply = await http.get("/")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/html")
+    assert "//" not in re.sub(r"<script>.*</script>", "", reply.text, flags=re.DOTALL)

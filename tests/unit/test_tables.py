@@ -46,12 +46,13 @@ def test_the_headline_says_the_topology_and_what_limits_are_divided_by():
     line = tables.headline(foresee("M", DP_ATTENTION, Limits(8), Memory(kv_tokens=1000)).to_json())
     assert "M: 1 replica(s) of 4 rank(s)" in line
     assert "attn_dp_size 4" in line
-    assert "8 running requests a replica" in line
-    assert "divided by attn_dp_size" in line
+    assert "a replica admits 8 running requests" in line
+    assert "split among its 4 attention-DP owners" in line
 
 
 def test_the_headline_says_when_no_limit_is_set():
-    assert "no request limit set" in tables.headline(foresee("M", resolve(), Limits(), Memory(kv_tokens=10)).to_json())
+    line = tables.headline(foresee("M", resolve(), Limits(), Memory(kv_tokens=10)).to_json())
+    assert "as many requests as memory holds, undivided" in line
 
 
 def test_a_plan_shows_every_owners_capacity_and_why():

@@ -111,6 +111,7 @@ def _addresses(config: ServeConfig) -> dict[str, str]:
     """What a person would open."""
     return {
         "api": f"http://{config.host}:{config.port}/v1",
+        "page": f"http://{config.host}:{config.port}/",
         "cluster": f"http://{config.host}:{config.port}/cluster",
         "metrics": f"http://{config.metrics_host}:{config.metrics_port}/metrics",
     }

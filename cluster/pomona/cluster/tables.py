@@ -30,13 +30,13 @@ def plan_view(plan: Json) -> RenderableType:
 
 
 def headline(plan: Json) -> str:
-    """The topology in one line, with the number that limits are divided by."""
-    limit = plan["max_running_requests"]
-    divided = f"{limit} running requests a replica" if limit else "no request limit set"
+    """The topology in one line, and what that does to limits."""
+    limit, owners = plan["max_running_requests"], plan["attn_dp_size"]
+    asked = f"{limit} running requests" if limit else "as many requests as memory holds"
+    split = f"split among its {owners} attention-DP owners" if owners > 1 else "undivided"
     return (
         f"{plan['model']}: {plan['replicas']} replica(s) of {plan['ranks_per_replica']} rank(s), "
-        f"attn_dp_size {plan['attn_dp_size']}, attn_tp_size {plan['attn_tp_size']}; {divided}, "
-        f"divided by attn_dp_size"
+        f"attn_dp_size {owners}, attn_tp_size {plan['attn_tp_size']}; a replica admits {asked}, {split}"
     )
 
 

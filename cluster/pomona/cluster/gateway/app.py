@@ -9,12 +9,13 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from pomona.workers.errors import Overloaded, PomonaError, RequestError, Unavailable
@@ -205,6 +206,12 @@ def openai_routes(backend: Backend, metrics: GatewayMetrics) -> APIRouter:
 
 def operator_routes(backend: Backend, metrics: GatewayMetrics) -> APIRouter:
     router = APIRouter(tags=["Operation"])
+    page = resources.files(__package__).joinpath("capacity.html").read_text(encoding="utf-8")
+
+    @router.get("/", include_in_schema=False)
+    async def capacity() -> Response:
+        """The capacity page: /cluster for people. It asks for the key itself where there is one."""
+        return HTMLResponse(page)
 
     @router.get("/health")
     async def health() -> Response:
