@@ -10,8 +10,9 @@ import pytest
 
 from pomona.cluster.capacity import Limits
 from pomona.cluster.cluster import Cluster
-from pomona.cluster.membership import Identity, Load, Member, Memory, OwnerKey, Phase, PoolLoad, UnknownWorker
+from pomona.cluster.membership import Identity, Load, Member, Memory, OwnerKey, Phase, UnknownWorker
 from pomona.cluster.topology import Topology, resolve
+from pomona.workers.engine.pools import PoolView
 
 DP_ATTENTION = resolve(tp_size=4, dp_size=4, enable_dp_attention=True)
 DENSE = Memory(kv_tokens=1000, context_tokens=512)
@@ -228,7 +229,7 @@ def test_the_view_has_live_pools_phase_and_age_of_owners_that_use_their_share():
     bench = Bench(resolve())
     member = bench.join()
     assert bench.cluster.view().owners == ()  # it has not put its share in force yet
-    bench.report(member, running=2, waiting=1, max_running=8, kv=PoolLoad(1000, 300, 100))
+    bench.report(member, running=2, waiting=1, max_running=8, kv=PoolView(1000, 300, 100))
     bench.clock.now += 0.5
     owner = bench.cluster.view().to_json()["owners"][0]
     assert owner["running_requests"] == 2

@@ -21,7 +21,7 @@ from pomona.cluster.membership import (
     Memory,
     OwnerKey,
     Phase,
-    PoolLoad,
+    PoolView,
     UnknownWorker,
 )
 
@@ -208,7 +208,7 @@ def test_draining_shows_only_where_the_owner_would_be_ready():
 
 
 def test_what_is_free_of_a_pool_is_what_is_neither_used_nor_evictable():
-    assert PoolLoad(capacity=10, used=3, evictable=2).free == 5
+    assert PoolView(capacity=10, used=3, evictable=2).free == 5
 
 
 KEYS = st.builds(OwnerKey, st.integers(0, 1), st.integers(0, 1))

@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pomona.cluster import exporter, metrics
 from pomona.cluster.capacity import Limits
 from pomona.cluster.cluster import Cluster
-from pomona.cluster.membership import Identity, Load, Memory, OwnerKey, PoolLoad
+from pomona.cluster.membership import Identity, Load, Memory, OwnerKey
 from pomona.cluster.topology import resolve
 from pomona.cluster.view import ReplicaView
+from pomona.workers.engine.pools import PoolView
 
 OWNER = {"model", "replica", "owner"}
 LABELS = {
@@ -88,8 +89,8 @@ def parse(text: str) -> Samples:
 @pytest.fixture
 def bench() -> Bench:
     made = Bench()
-    made.report(0, running=2, waiting=3, max_running=2, kv=PoolLoad(1000, 300, 200), aux=PoolLoad(8, 4, 4))
-    made.report(1, running=1, waiting=0, max_running=2, kv=PoolLoad(1000, 10, 0), aux=PoolLoad(8, 4, 0))
+    made.report(0, running=2, waiting=3, max_running=2, kv=PoolView(1000, 300, 200), aux=PoolView(8, 4, 4))
+    made.report(1, running=1, waiting=0, max_running=2, kv=PoolView(1000, 10, 0), aux=PoolView(8, 4, 0))
     return made
 
 
@@ -176,7 +177,7 @@ def test_one_replica_that_leaves_takes_nothing_of_another_along():
     for replica in (0, 1):
         who = Identity("M", OwnerKey(replica, 0), f"life{replica}", "mac1", "127.0.0.1:1")
         member = cluster.register(who, Memory(kv_tokens=100))
-        cluster.report(member.worker_id, f"life{replica}", Load(cluster.epoch, 1, kv=PoolLoad(100)))
+        cluster.report(member.worker_id, f"life{replica}", Load(cluster.epoch, 1, kv=PoolView(100)))
     registry = metrics.registry(cluster.view)
     cluster.lost(OwnerKey(0, 0))
     found = parse(metrics.exposition(registry).decode())

@@ -11,10 +11,11 @@ from rich.console import Console
 from pomona.cluster import tables
 from pomona.cluster.capacity import Limits
 from pomona.cluster.cluster import Cluster
-from pomona.cluster.membership import Identity, Load, Memory, OwnerKey, PoolLoad
+from pomona.cluster.membership import Identity, Load, Memory, OwnerKey
 from pomona.cluster.plan import foresee
 from pomona.cluster.topology import resolve
 from pomona.cluster.view import ReplicaView
+from pomona.workers.engine.pools import PoolView
 
 DP_ATTENTION = resolve(tp_size=4, dp_size=4, enable_dp_attention=True)
 HYBRID = Memory(kv_tokens=123_456, hybrid=True, aux_slots=400)
@@ -36,7 +37,7 @@ def live() -> dict:
     """The view of a hybrid replica of one owner that is in use."""
     cluster = Cluster("M", resolve(), Limits(8, 32), lambda: 0.0)
     member = cluster.register(Identity("M", OwnerKey(0, 0), "life", "mac1", "127.0.0.1:1"), HYBRID)
-    load = Load(cluster.epoch, 1, running=3, max_running=8, kv=PoolLoad(123_456, 2_000, 500), aux=PoolLoad(32, 12, 4))
+    load = Load(cluster.epoch, 1, running=3, max_running=8, kv=PoolView(123_456, 2_000, 500), aux=PoolView(32, 12, 4))
     cluster.report(member.worker_id, "life", load)
     cluster.replica_views[0] = ReplicaView(0, "ready", "mac1")
     return cluster.view().to_json()

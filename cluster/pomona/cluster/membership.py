@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pomona.workers.engine.pools import PoolView
+
 from .capacity import OwnerShare
 
 SUSPECT_S = 3.0
@@ -65,19 +67,6 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolLoad:
-    """used + evictable + free == capacity."""
-
-    capacity: int = 0
-    used: int = 0
-    evictable: int = 0
-
-    @property
-    def free(self) -> int:
-        return self.capacity - self.used - self.evictable
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """An owner's last snapshot. `step_age_s` is as of the report."""
 
@@ -87,8 +76,8 @@ class Load:
     running: int = 0
     waiting: int = 0
     max_running: int = 0
-    kv: PoolLoad = field(default_factory=PoolLoad)
-    aux: PoolLoad = field(default_factory=PoolLoad)
+    kv: PoolView = field(default_factory=PoolView)
+    aux: PoolView = field(default_factory=PoolView)
     active_bytes: int = 0
     limit_bytes: int = 0
 

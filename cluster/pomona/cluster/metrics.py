@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from pomona.workers.engine.pools import PoolView
+
 from .capacity import Bound
-from .membership import PoolLoad
 from .view import ClusterView, OwnerView
 
 # Text format 0.0.4, always: newer negotiated formats rename compat metrics (FACTS).
@@ -96,7 +97,7 @@ def _owner_families(view: ClusterView) -> Iterator[GaugeMetricFamily]:
     def rows(value: Callable[[OwnerView], float]) -> Rows:
         return [(_labels(view, o), value(o)) for o in view.owners]
 
-    def states(pool: Callable[[OwnerView], PoolLoad]) -> Rows:
+    def states(pool: Callable[[OwnerView], PoolView]) -> Rows:
         for owner in view.owners:
             p = pool(owner)
             for state, amount in (("used", p.used), ("evictable", p.evictable), ("free", p.free)):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .membership import Load, Phase, PoolLoad
+from pomona.workers.engine.pools import PoolView
+
+from .membership import Load, Phase
 from .plan import OwnerPlan, Plan
 
 
@@ -29,7 +31,7 @@ class OwnerView:
             "running_requests": self.load.running,
             "waiting_requests": self.load.waiting,
             "pools": {
-                "request_slots": pool_json(PoolLoad(self.load.max_running, self.load.running)),
+                "request_slots": pool_json(PoolView(self.load.max_running, self.load.running)),
                 "kv_tokens": pool_json(self.load.kv),
                 "aux_state_slots": pool_json(self.load.aux),
             },
@@ -75,6 +77,6 @@ class ClusterView:
         }
 
 
-def pool_json(pool: PoolLoad) -> dict[str, int]:
+def pool_json(pool: PoolView) -> dict[str, int]:
     """used + evictable + free == capacity."""
     return {"capacity": pool.capacity, "used": pool.used, "evictable": pool.evictable, "free": pool.free}

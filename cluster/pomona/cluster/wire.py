@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pomona.v1 import registry_pb2, telemetry_pb2
+from pomona.workers.engine.pools import PoolView
 
 from .capacity import Bound
-from .membership import Allocation, Identity, Load, Member, Memory, OwnerKey, Phase, PoolLoad
+from .membership import Allocation, Identity, Load, Member, Memory, OwnerKey, Phase
 
 _BOUNDS = {
     Bound.REQUESTED: telemetry_pb2.CAPACITY_BOUND_REQUESTED,
@@ -54,8 +55,8 @@ def to_load(r: telemetry_pb2.LoadReport) -> Load:
     )
 
 
-def _to_pool(pool: telemetry_pb2.PoolLoad) -> PoolLoad:
-    return PoolLoad(pool.capacity, pool.used, pool.evictable)
+def _to_pool(pool: telemetry_pb2.PoolLoad) -> PoolView:
+    return PoolView(pool.capacity, pool.used, pool.evictable)
 
 
 def from_allocation(allocation: Allocation) -> telemetry_pb2.Allocation:
@@ -98,5 +99,5 @@ def to_route(member: Member, now: float) -> registry_pb2.Route:
     )
 
 
-def _from_pool(pool: PoolLoad) -> telemetry_pb2.PoolLoad:
+def _from_pool(pool: PoolView) -> telemetry_pb2.PoolLoad:
     return telemetry_pb2.PoolLoad(capacity=pool.capacity, used=pool.used, evictable=pool.evictable)

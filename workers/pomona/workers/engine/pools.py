@@ -22,8 +22,8 @@ class Need:
 class PoolView:
     """A pool at one moment; used + evictable + free == capacity."""
 
-    capacity: int
-    used: int
+    capacity: int = 0
+    used: int = 0
     evictable: int = 0
 
     @property
