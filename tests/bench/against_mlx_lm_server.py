@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -88,7 +87,7 @@ def _running(command: list[str], env: dict[str, str], probe: str) -> Iterator[No
                 time.sleep(0.2)
             yield
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # a shell's background jobs, and so their children, ignore SIGINT
             process.wait(STOP_S)
 
 

@@ -14,6 +14,7 @@ from .config import ServeConfig, new_token
 from .head import HeadStatus
 from .launcher import NAMESPACE
 
+ACTOR_PREFIX = "pomona-"
 HEAD_NAME = "pomona-head"
 GATEWAY_NAME = "pomona-gateway"
 CONNECT_TIMEOUT_S = 2.0
@@ -128,6 +129,8 @@ class Deployment:
         for actor in (self._gateway, self._head):
             if actor is not None:
                 _stop_actor(actor)
+        if self._head is not None:
+            _end_leftovers()
         ray.shutdown()
 
     def _refuse_second(self) -> None:
@@ -136,6 +139,7 @@ class Deployment:
         try:
             ray.get_actor(HEAD_NAME, namespace=NAMESPACE)
         except ValueError:
+            _end_leftovers()
             return
         raise OperatorError(
             f"pomona already serves on the Ray cluster {self._config.address}: look with `pomona status`, "
@@ -164,6 +168,18 @@ def _stop_actor(actor: Any) -> None:
     except ray.exceptions.RayError as exc:
         logging.getLogger(__name__).warning("stopping: %s", exc)
     ray.kill(actor)
+
+
+def _end_leftovers() -> None:
+    """End pomona's actors that have no head any more: detached ones outlive a head that died."""
+    import ray
+
+    for name in ray.util.list_named_actors():
+        if name.startswith(ACTOR_PREFIX):
+            try:
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+            except ValueError:
+                continue  # it ended by itself
 
 
 def _ray_environment(*, local: bool) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from .spec import Ended, Progress, WorkerSpec
+
+if TYPE_CHECKING:  # at run time it is imported in the actor's process, under the environment that Ray gave it
+    from .worker import Worker
 
 
 class WorkerActor:
@@ -14,23 +18,23 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec) -> None:
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._spec = spec
-        self._worker: object | None = None
+        self._worker: Worker | None = None
 
     async def run(self) -> Ended:
         """Serve until `stop`, or say why that cannot be."""
         from .worker import Worker
 
-        self._worker = worker = Worker(self._spec)
-        return await worker.run()
+        self._worker = Worker(self._spec)
+        return await self._worker.run()
 
     async def progress(self) -> Progress:
         """How far the start is."""
-        return self._worker.progress if self._worker is not None else Progress()  # type: ignore[attr-defined]
+        return self._worker.progress if self._worker is not None else Progress()
 
     async def stop(self) -> None:
         """End `run`."""
         if self._worker is not None:
-            self._worker.stop()  # type: ignore[attr-defined]
+            self._worker.stop()
 
     async def pid(self) -> int:
         """The worker process, for people and tests."""
