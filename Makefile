@@ -48,7 +48,7 @@ check: $(VENV)/dev
 	$(BIN)/python proto/generate.py --check
 
 bench: $(VENV)/dev
-	$(BIN)/python tests/bench/against_mlx_lm_server.py
+	$(BIN)/python tests/bench/against_mlx_lm_server.py $(ARGS)
 
 proto: $(VENV)/dev
 	$(BIN)/python proto/generate.py

@@ -188,6 +188,8 @@ def _ray_environment(*, local: bool) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if local:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+        # Ray runs its workers at nice 15: whatever else the machine does would come before the model.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     elif sys.platform == "darwin":
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
 

@@ -7,11 +7,12 @@ from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
 
 from .base import Admitted, FinishReason, Logprob, Sampling, StepPlan, StepResult, TokenOut
+from .lean_batch import LeanBatch
 from .prefix_cache import PrefixCache
 from .sampling import sampler_for
 
@@ -37,6 +38,7 @@ class BatchRunner:
             prefill_batch_size=PREFILL_BATCH,
             prefill_step_size=chunk_tokens,
         )
+        self._generator._generation_batch = LeanBatch.empty(model, greedy_sampler)
         self._uids: dict[str, int] = {}
         self._live: dict[int, Admitted] = {}
         self._prefilling: set[int] = set()
@@ -138,7 +140,7 @@ def _logprobs(row: Any, token: int, sampling: Sampling) -> tuple[float, tuple[Lo
     count = min(sampling.top_logprobs or 0, row.shape[0])
     if count == 0:
         return float(row[token].item()), ()
-    best = mx.argpartition(-row, kth=count - 1)[:count]
-    pairs = zip(np.array(best).tolist(), np.array(row[best]).tolist(), strict=True)
+    best: Any = mx.argpartition(-row, kth=count - 1)[:count]
+    pairs = zip(best.tolist(), row[best].tolist(), strict=True)
     top = sorted((Logprob(token, value) for token, value in pairs), key=lambda p: (-p.logprob, p.token))
     return float(row[token].item()), tuple(top)

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
 from .base import Sampling
+from .lean_batch import greedy_with_logprobs
 
 Sampler = Callable[[Any], Any]  # [rows, vocab] log probabilities -> [rows] token ids
 
@@ -17,7 +18,7 @@ Sampler = Callable[[Any], Any]  # [rows, vocab] log probabilities -> [rows] toke
 def sampler_for(sampling: Sampling, vocab_size: int) -> Sampler:
     """Rows with equal settings share one sampler object, so that they are sampled in one call; a seed is one's own."""
     if sampling.temperature == 0:
-        return greedy_sampler  # type: ignore[no-any-return]
+        return greedy_sampler if sampling.top_logprobs is None else greedy_with_logprobs
     if sampling.seed is not None:
         return SeededSampler(sampling, vocab_size)
     return _shared(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, vocab_size)
