@@ -101,8 +101,7 @@ def interruptible() -> Iterator[threading.Event]:
     stop = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if not stop.is_set():
-            stop.set()
+        stop.set()
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

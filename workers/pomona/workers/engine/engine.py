@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 
 # How long the idle thread sleeps before it shows that it is alive.
 IDLE_HEARTBEAT_S = 0.25
+# A burst that meets an idle engine starts together: prompts that come one after the other would each prefill alone and
+# then be merged, which costs more than waiting until none has come for so long (or so many have).
+GATHER_QUIET_S = 0.004
+GATHER_REQUESTS = 64
 
 
 class Text(Protocol):
@@ -182,14 +186,24 @@ class Engine:
 
     def _next_plan(self) -> StepPlan | None:
         """Wait for work; None when the engine closes. While idle, show now and then that the thread lives."""
+        was_idle = False
         with self._lock:
             while not self._closing:
                 self._stepped_at = self._clock()
                 if self._scheduler is not None and self._scheduler.has_work():
+                    if was_idle:
+                        self._gather()
                     return self._scheduler.plan()
+                was_idle = True
                 if not self._lock.wait(IDLE_HEARTBEAT_S):
                     self._flush()
             return None
+
+    def _gather(self) -> None:
+        """Let the rest of a burst arrive. Gives up the lock while it waits."""
+        for _ in range(GATHER_REQUESTS):
+            if not self._lock.wait(GATHER_QUIET_S):
+                return
 
     def _step(self, plan: StepPlan) -> None:
         """One step of the model, outside the lock. Its failure fails the requests that were in it, nobody else."""
