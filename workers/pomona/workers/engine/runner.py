@@ -11,6 +11,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from . import blas_threads
 from .base import Admitted, FinishReason, Logprob, Sampling, StepPlan, StepResult, TokenOut
 from .lean_batch import LeanBatch
 from .prefix_cache import PrefixCache
@@ -38,11 +39,13 @@ class BatchRunner:
             prefill_batch_size=PREFILL_BATCH,
             prefill_step_size=chunk_tokens,
         )
+        # mlx-lm has no hook for this; every request joins this batch after its first token.
         self._generator._generation_batch = LeanBatch.empty(model, greedy_sampler)
         self._uids: dict[str, int] = {}
         self._live: dict[int, Admitted] = {}
         self._prefilling: set[int] = set()
         self._reused: dict[int, int] = {}
+        self._blas = blas_threads.of_this_process()
         self._prefixes: PrefixCache[list[Any]] = PrefixCache()
         # Only plain KV can be cut at any token; state and sliding windows cannot.
         self._reusable = all(type(cache) is KVCache for cache in make_prompt_cache(model))
@@ -56,7 +59,9 @@ class BatchRunner:
             return StepResult(cached_tokens=self._prefixes.size)
         together = max(1, min(PREFILL_BATCH, len(self._prefilling)))
         self._generator.prefill_step_size = max(MIN_CHUNK_TOKENS, self._chunk_tokens // together)
+        self._blas.before(len(self._live), prefilling=bool(self._prefilling))
         _, responses = self._generator.next()
+        self._blas.after()
         return self._book(responses, room)
 
     def close(self) -> None:
