@@ -145,8 +145,8 @@ def test_prometheus_finds_every_owner_and_forgets_the_one_that_stops(on_three_ho
     def query(expression: str) -> list[dict[str, object]]:
         try:
             reply = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": expression}, timeout=5)
-            return list(reply.json()["data"]["result"])
-        except (httpx.HTTPError, KeyError):
+            return list(reply.raise_for_status().json()["data"]["result"])
+        except httpx.HTTPError:  # it is starting
             return []
 
     try:
