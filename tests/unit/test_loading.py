@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -357,3 +358,12 @@ def test_caches_that_do_not_batch_are_named_and_refused() -> None:
     assert loading.unbatchable(bad) == ["QuantizedKVCache"]
     with pytest.raises(ModelError, match=r"QuantizedKVCache.*does not batch"):
         loading.refuse_unbatchable(bad, "x")
+
+
+def test_several_threads_may_look_up_architectures_at_once():
+    """Engine threads of one process start together; CPython 3.11 fails when two parse at once."""
+    for _ in range(10):
+        architectures._table.cache_clear()
+        with ThreadPoolExecutor(8) as threads:
+            tables = list(threads.map(architectures._table, ["MODEL_REMAPPING"] * 8))
+        assert all(table["mistral"] == "llama" for table in tables)

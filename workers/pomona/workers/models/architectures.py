@@ -10,11 +10,14 @@ import difflib
 import functools
 import importlib.util
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
 
+# CPython 3.11's parser counts its recursion for the whole process: two threads at once make it a SystemError.
+_PARSING = threading.Lock()
 _MODEL_CLASS = re.compile(r"^class Model\b", re.MULTILINE)
 
 
@@ -52,7 +55,9 @@ def supported_types() -> frozenset[str]:
 @functools.cache
 def _table(name: str) -> dict[Any, Any]:
     """The dictionary literal assigned to `name` in `mlx_lm/utils.py`; empty when this version has none."""
-    for node in ast.parse((_mlx_lm() / "utils.py").read_text(encoding="utf-8")).body:
+    with _PARSING:
+        tree = ast.parse((_mlx_lm() / "utils.py").read_text(encoding="utf-8"))
+    for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             value = ast.literal_eval(node.value)
             return value if isinstance(value, dict) else {}
