@@ -21,6 +21,7 @@ from pomona.workers.models import gguf, gguf_kinds, profile
 from pomona.workers.models.gguf_header import Header, TensorInfo, read_header
 from pomona.workers.models.gguf_kinds import KINDS
 from pomona.workers.models.peek import peek
+from pomona.workers.spec import WorkerSpec
 from tiny import make, vocabulary
 
 F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 14, 30
@@ -155,8 +156,12 @@ def test_a_large_file_is_seen_in_the_time_of_a_small_one(tmp_path: Path) -> None
     assert found.weights_bytes > 60e9
 
 
-def test_auto_is_what_setup_converts_to() -> None:
-    assert gguf.resolve_dtype("auto") == setup.gguf_dtype("auto")
+def test_setup_converts_to_what_auto_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(gguf, "cached_conversion", lambda _file, _cache, dtype, _progress: said.append(dtype))
+    file = write(tmp_path / "x.gguf", metadata(2, 64), tensors(F16, layers=2, width=64))
+    setup.local_folder(WorkerSpec("m", str(file), 0, 0, "here", "", "", ""), lambda _: None)
+    assert said == [gguf.resolve_dtype("auto")]
     assert gguf.resolve_dtype("auto") == ("quantized" if mx.metal.is_available() else "float32")
     with pytest.raises(ModelError, match="int3"):
         gguf.resolve_dtype("int3")

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pomona.cluster.placement import Host, bind_host, choose, spread, unique_names
+from pomona.cluster.placement import Host, bind_host, choose, unique_names
 from pomona.workers.errors import OperatorError
+
+
+def spread(hosts: Sequence[Host], replicas: int, *, need_bytes: int = 0) -> list[Host]:
+    """Replicas placed one after the other, as `Replicas` does at its start."""
+    ranks_on: Counter[str] = Counter()
+    chosen = []
+    for _ in range(replicas):
+        host = choose(hosts, ranks_on, need_bytes=need_bytes)
+        ranks_on[host.host_id] += 1
+        chosen.append(host)
+    return chosen
+
 
 GIB = 2**30
 

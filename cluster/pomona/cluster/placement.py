@@ -53,14 +53,3 @@ def choose(hosts: Sequence[Host], ranks_on: Mapping[str, int], *, need_bytes: in
             "lower --dp-size, add a host, or serve a smaller model"
         )
     return min(fitting, key=lambda h: (ranks_on.get(h.host_id, 0), -h.memory_bytes, h.name))
-
-
-def spread(hosts: Sequence[Host], replicas: int, *, need_bytes: int = 0) -> list[Host]:
-    """A host for each replica of one rank, in order."""
-    ranks_on: Counter[str] = Counter()
-    chosen = []
-    for _ in range(replicas):
-        host = choose(hosts, ranks_on, need_bytes=need_bytes)
-        ranks_on[host.host_id] += 1
-        chosen.append(host)
-    return chosen

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pomona.workers.errors import OperatorError
@@ -23,8 +22,6 @@ log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.2
 BACKOFF_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-
-Sleep = Callable[[float], "asyncio.Future[None] | asyncio.Task[None]"]
 
 
 @dataclass(frozen=True, slots=True)

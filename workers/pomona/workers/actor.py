@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING
 
 from .spec import Ended, Progress, WorkerSpec
@@ -35,7 +34,3 @@ class WorkerActor:
         """End `run`."""
         if self._worker is not None:
             self._worker.stop()
-
-    async def pid(self) -> int:
-        """The worker process, for people and tests."""
-        return os.getpid()

@@ -84,16 +84,9 @@ def local_folder(spec: WorkerSpec, report: Report) -> Path:
     return gguf.cached_conversion(
         path,
         environment.cache_dir(),
-        gguf_dtype(spec.dtype),
+        gguf.resolve_dtype(spec.dtype),
         lambda done: report(Progress(Stage.CONVERTING, int(done * scale), scale)),
     )
-
-
-def gguf_dtype(dtype: str) -> str:
-    """The dtype that a GGUF is converted to on this machine."""
-    from .models import gguf
-
-    return gguf.resolve_dtype(dtype)
 
 
 def context_tokens(spec: WorkerSpec, model_context: int) -> int:
