@@ -25,39 +25,47 @@ _sym_db = _symbol_database.Default()
 from pomona.v1 import telemetry_pb2 as pomona_dot_v1_dot_telemetry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pomona/v1/inference.proto\x12\tpomona.v1\x1a\x19pomona/v1/telemetry.proto\"d\n\nChatPrompt\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x1f\n\x17template_arguments_json\x18\x02 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa6\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\t \x01(\rH\x06\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x0f\n\r_top_logprobs\"\x97\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.pomona.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12(\n\x06tokens\x18\x06 \x01(\x0b\x32\x16.pomona.v1.TokenPromptH\x00\x12+\n\x08sampling\x18\x07 \x01(\x0b\x32\x19.pomona.v1.SamplingParams\x12\x17\n\ndeadline_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nresume_ids\x18\t \x03(\rB\x08\n\x06promptB\r\n\x0b_deadline_s\":\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"_\n\rTokenLogprobs\x12(\n\x07sampled\x18\x01 \x01(\x0b\x32\x17.pomona.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.pomona.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xaa\x01\n\x10GenerateResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.pomona.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pomona.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pomona.v1.Usage\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x11\n\x0fGetLoadsRequest\"7\n\x10GetLoadsResponse\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.pomona.v1.LoadReport*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xda\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.pomona.v1.GenerateRequest\x1a\x1b.pomona.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.pomona.v1.AbortRequest\x1a\x18.pomona.v1.AbortResponse\x12\x43\n\x08GetLoads\x12\x1a.pomona.v1.GetLoadsRequest\x1a\x1b.pomona.v1.GetLoadsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pomona/v1/inference.proto\x12\tpomona.v1\x1a\x19pomona/v1/telemetry.proto\"x\n\nChatPrompt\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x1f\n\x17template_arguments_json\x18\x02 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x12\n\ntools_json\x18\x04 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe9\x03\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\t \x01(\rH\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12(\n\nlogit_bias\x18\r \x03(\x0b\x32\x14.pomona.v1.LogitBias\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nmin_tokens\x18\x0f \x01(\rB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x0f\n\r_top_logprobsB\x15\n\x13_repetition_penalty\"%\n\tLogitBias\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x98\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12+\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x19.pomona.v1.Grammar.ChoiceH\x00\x1a\x19\n\x06\x43hoice\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\tB\x06\n\x04kind\"\xee\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.pomona.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12(\n\x06tokens\x18\x06 \x01(\x0b\x32\x16.pomona.v1.TokenPromptH\x00\x12+\n\x08sampling\x18\x07 \x01(\x0b\x32\x19.pomona.v1.SamplingParams\x12\x17\n\ndeadline_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nresume_ids\x18\t \x03(\r\x12#\n\x07grammar\x18\n \x01(\x0b\x32\x12.pomona.v1.Grammar\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x1e\n\x16keep_reasoning_in_text\x18\x0c \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_deadline_s\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\":\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"_\n\rTokenLogprobs\x12(\n\x07sampled\x18\x01 \x01(\x0b\x32\x17.pomona.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.pomona.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xe6\x01\n\x10GenerateResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.pomona.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pomona.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pomona.v1.Usage\x12\x11\n\treasoning\x18\x06 \x01(\t\x12\'\n\ntool_calls\x18\x07 \x03(\x0b\x32\x13.pomona.v1.ToolCall\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x11\n\x0fGetLoadsRequest\"7\n\x10GetLoadsResponse\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.pomona.v1.LoadReport*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xda\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.pomona.v1.GenerateRequest\x1a\x1b.pomona.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.pomona.v1.AbortRequest\x1a\x18.pomona.v1.AbortResponse\x12\x43\n\x08GetLoads\x12\x1a.pomona.v1.GetLoadsRequest\x1a\x1b.pomona.v1.GetLoadsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pomona.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1332
-  _globals['_FINISHREASON']._serialized_end=1452
+  _globals['_FINISHREASON']._serialized_start=1950
+  _globals['_FINISHREASON']._serialized_end=2070
   _globals['_CHATPROMPT']._serialized_start=67
-  _globals['_CHATPROMPT']._serialized_end=167
-  _globals['_TOKENPROMPT']._serialized_start=169
-  _globals['_TOKENPROMPT']._serialized_end=195
-  _globals['_SAMPLINGPARAMS']._serialized_start=198
-  _globals['_SAMPLINGPARAMS']._serialized_end=492
-  _globals['_GENERATEREQUEST']._serialized_start=495
-  _globals['_GENERATEREQUEST']._serialized_end=774
-  _globals['_TOKENLOGPROB']._serialized_start=776
-  _globals['_TOKENLOGPROB']._serialized_end=834
-  _globals['_TOKENLOGPROBS']._serialized_start=836
-  _globals['_TOKENLOGPROBS']._serialized_end=931
-  _globals['_USAGE']._serialized_start=933
-  _globals['_USAGE']._serialized_end=1013
-  _globals['_GENERATERESPONSE']._serialized_start=1016
-  _globals['_GENERATERESPONSE']._serialized_end=1186
-  _globals['_ABORTREQUEST']._serialized_start=1188
-  _globals['_ABORTREQUEST']._serialized_end=1222
-  _globals['_ABORTRESPONSE']._serialized_start=1224
-  _globals['_ABORTRESPONSE']._serialized_end=1254
-  _globals['_GETLOADSREQUEST']._serialized_start=1256
-  _globals['_GETLOADSREQUEST']._serialized_end=1273
-  _globals['_GETLOADSRESPONSE']._serialized_start=1275
-  _globals['_GETLOADSRESPONSE']._serialized_end=1330
-  _globals['_INFERENCESERVICE']._serialized_start=1455
-  _globals['_INFERENCESERVICE']._serialized_end=1673
+  _globals['_CHATPROMPT']._serialized_end=187
+  _globals['_TOKENPROMPT']._serialized_start=189
+  _globals['_TOKENPROMPT']._serialized_end=215
+  _globals['_SAMPLINGPARAMS']._serialized_start=218
+  _globals['_SAMPLINGPARAMS']._serialized_end=707
+  _globals['_LOGITBIAS']._serialized_start=709
+  _globals['_LOGITBIAS']._serialized_end=746
+  _globals['_GRAMMAR']._serialized_start=749
+  _globals['_GRAMMAR']._serialized_end=901
+  _globals['_GRAMMAR_CHOICE']._serialized_start=868
+  _globals['_GRAMMAR_CHOICE']._serialized_end=893
+  _globals['_GENERATEREQUEST']._serialized_start=904
+  _globals['_GENERATEREQUEST']._serialized_end=1270
+  _globals['_TOOLCALL']._serialized_start=1272
+  _globals['_TOOLCALL']._serialized_end=1332
+  _globals['_TOKENLOGPROB']._serialized_start=1334
+  _globals['_TOKENLOGPROB']._serialized_end=1392
+  _globals['_TOKENLOGPROBS']._serialized_start=1394
+  _globals['_TOKENLOGPROBS']._serialized_end=1489
+  _globals['_USAGE']._serialized_start=1491
+  _globals['_USAGE']._serialized_end=1571
+  _globals['_GENERATERESPONSE']._serialized_start=1574
+  _globals['_GENERATERESPONSE']._serialized_end=1804
+  _globals['_ABORTREQUEST']._serialized_start=1806
+  _globals['_ABORTREQUEST']._serialized_end=1840
+  _globals['_ABORTRESPONSE']._serialized_start=1842
+  _globals['_ABORTRESPONSE']._serialized_end=1872
+  _globals['_GETLOADSREQUEST']._serialized_start=1874
+  _globals['_GETLOADSREQUEST']._serialized_end=1891
+  _globals['_GETLOADSRESPONSE']._serialized_start=1893
+  _globals['_GETLOADSRESPONSE']._serialized_end=1948
+  _globals['_INFERENCESERVICE']._serialized_start=2073
+  _globals['_INFERENCESERVICE']._serialized_end=2291
 # @@protoc_insertion_point(module_scope)

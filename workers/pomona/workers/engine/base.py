@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import PomonaError
 from .pools import PoolView
@@ -26,36 +26,69 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """How the next token is chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+
+    `repetition_penalty` counts prompt and answer, the other two the answer only; `logit_bias` is (token id, bias).
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     top_logprobs: int | None = None
+
+
+class Matcher(Protocol):
+    """Where one answer stands in its grammar."""
+
+    def mask(self) -> Any:
+        """numpy uint32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 is set where token i may come next."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """The token was chosen. One that the mask forbids raises ValueError."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar; immutable, so that many requests may share one."""
+
+    def matcher(self) -> Matcher: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request as tokens. `max_tokens` None means whatever the context window leaves; `prompt_param` is the client's
-    own name for the prompt, for errors."""
+    own name for the prompt, for errors. `tools_json` (empty: none) makes the text's tool calls be parsed."""
 
     request_id: str
     prompt: tuple[int, ...]
     max_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    priority: int = 0
+    tools_json: str = ""
+    keep_reasoning_in_text: bool = False
     prompt_param: str = "prompt"
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that the pools have room for, with its token limit settled (>= 1)."""
+    """A request that the pools have room for, with its token limit settled (>= 1). `generated` is what it had said
+    when it was preempted: the answer goes on after it."""
 
     request: EngineRequest
     max_tokens: int
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +115,66 @@ class TokenOut:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What the next step does: drop `cancel`, let the prefix cache hold at most `cache_tokens`, take in `start`, and
-    run everything that is in."""
+class Chunk:
+    """Compute at most so many prompt tokens of a request in this step."""
 
+    request_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the next step does, in this order: drop `leave` (ended or preempted), shrink the prefix cache to at most
+    `cache_tokens` and `cache_slots`, take in `start`, decode every row that is in, compute the chunks of `prefill`."""
+
+    leave: tuple[str, ...] = ()
     start: tuple[Admitted, ...] = ()
-    cancel: tuple[str, ...] = ()
+    prefill: tuple[Chunk, ...] = ()
     cache_tokens: int = 0
+    cache_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """How far a request's prompt is: `position` tokens are in, `cached` of them were reused. A request whose prompt
+    is whole has its first token in the same result."""
+
+    request_id: str
+    position: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request that the step could not go on with; everything it held in the runner is gone."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds that the step's decode passes and its prompt chunks took; 0 where there were none."""
+
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step produced, how many prompt tokens it computed, and what the prefix cache holds after it.
 
-    `cached_tokens` is at most the plan's `cache_tokens` plus what the requests that finished had reserved.
+    The cache holds at most the plan's `cache_tokens` and `cache_slots` plus what the requests that ended in this step
+    had reserved.
     """
 
     tokens: tuple[TokenOut, ...] = ()
+    prefilled: tuple[Prefilled, ...] = ()
+    failed: tuple[Failed, ...] = ()
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_slots: int = 0
+    times: StepTimes = StepTimes()
 
 
 class Runner(Protocol):
@@ -141,11 +215,42 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call of one tool; `arguments_json` is a JSON object."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a token added to an answer's text. `stopped`: a stop string ended the answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    stopped: bool = False
+
+
+class Text(Protocol):
+    """The text of one answer as it grows (text.stream.TextStream)."""
+
+    def push(self, token: int) -> Piece: ...
+
+    def finish(self) -> Piece:
+        """The answer ended: what was held back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A piece of an answer; the last one has `finish` and `usage`, or `error` instead of an end."""
 
     ids: tuple[int, ...] = ()
     text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     usage: Usage | None = None

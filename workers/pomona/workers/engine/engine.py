@@ -273,7 +273,7 @@ class Engine:
         if finish is not None:
             usage = Usage(len(answer.request.prompt), answer.generated, token.cached_tokens)
             del self._answers[token.request_id]
-        self._batch.append((answer.sink, Delta((token.token,), text, scores, finish, usage)))
+        self._batch.append((answer.sink, Delta((token.token,), text, logprobs=scores, finish=finish, usage=usage)))
         self._count(generation_tokens=1, finished_requests=int(finish is not None))
 
     def _fail(self, request_ids: Iterable[str], error: PomonaError) -> None:
