@@ -45,6 +45,11 @@ def last(text: str, reason: int, tokens: int, prompt: int = 7, cached: int = 3) 
     return inference_pb2.GenerateResponse(ids=[1], text=text, finish_reason=reason, usage=usage)
 
 
+def call(name: str, arguments_json: str, call_id: str = "call_1") -> inference_pb2.ToolCall:
+    """One whole call of a tool."""
+    return inference_pb2.ToolCall(id=call_id, name=name, arguments_json=arguments_json)
+
+
 def speaks(*texts: str) -> Script:
     """One token a text, cut at max_tokens, with logprobs when they are asked for."""
 

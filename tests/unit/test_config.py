@@ -37,6 +37,12 @@ def test_a_flag_can_turn_off_what_the_file_turns_on(yaml_file):
     )
 
 
+def test_a_file_can_ask_for_quantised_caches_and_shorter_steps(yaml_file):
+    config = load(yaml_file("model: m\nkv_bits: 8\nmax_step_s: 1\n"), {"max_step_s": 0.1})
+    assert (config.kv_bits, config.max_step_s) == (8, 0.1)
+    assert (ServeConfig(model="m").kv_bits, ServeConfig(model="m").max_step_s) == (None, 0.25)
+
+
 def test_a_model_that_is_no_file_needs_no_file():
     config = load("org/name", {"max_running_requests": 8})
     assert config == ServeConfig(model="org/name", max_running_requests=8)
@@ -69,6 +75,10 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(yaml_file):
         ("mem_fraction_static", float("nan"), "--mem-fraction-static nan"),
         ("mamba_full_memory_ratio", 0, "--mamba-full-memory-ratio 0"),
         ("chunked_prefill_size", 8, "--chunked-prefill-size 8"),
+        ("max_step_s", 0, "--max-step-s 0"),
+        ("max_step_s", float("inf"), "--max-step-s inf"),
+        ("kv_bits", 3, "--kv-bits 3"),
+        ("kv_bits", 16, "--kv-bits 16"),
         ("dtype", "int8", "--dtype 'int8'"),
         ("load_timeout_s", 0, "--load-timeout-s 0"),
     ],
@@ -79,7 +89,9 @@ def test_a_bad_value_names_its_flag_the_value_and_the_rule(flag, value, says):
     assert "is wrong: input should be" in text
 
 
-@pytest.mark.parametrize("line", ["port: 70000", "tp_size: two", "dp_size: 1.5", "dtype: int8", "model: [a]"])
+@pytest.mark.parametrize(
+    "line", ["port: 70000", "tp_size: two", "dp_size: 1.5", "dtype: int8", "kv_bits: 6", "model: [a]"]
+)
 def test_a_bad_value_in_a_file_names_its_key(yaml_file, line):
     key, _, _ = line.partition(":")
     assert refusal(yaml_file(f"model: m\n{line}\n")).startswith(f"{key} ")

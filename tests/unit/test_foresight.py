@@ -173,6 +173,19 @@ def test_max_total_tokens_lowers_what_memory_holds(config):
     assert owners(capped, "bound") == ["kv"]
 
 
+def test_quantised_caches_hold_more_tokens_in_the_same_memory(tmp_path):
+    wide = str(make("llama", tmp_path / "wide", hidden_size=128))
+    plain, quantised = (look(ServeConfig(model=wide, kv_bits=bits)).plan.to_json()["owners"][0] for bits in (None, 8))
+    # 32 float32 numbers, or as many bytes with a scale and a bias.
+    assert plain["memory"]["kv_bytes_per_token"] * (32 + 8) == quantised["memory"]["kv_bytes_per_token"] * 128
+    assert quantised["kv_tokens"] > 3 * plain["kv_tokens"]
+
+
+def test_bits_that_the_model_cannot_use_are_refused_before_anything_is_started(models):
+    with pytest.raises(OperatorError, match="--kv-bits 4 cannot be used with this model"):
+        look(ServeConfig(model=str(models["llama"]), kv_bits=4))
+
+
 def test_slots_that_memory_cannot_hold_are_refused_with_how_many_it_can(config):
     with pytest.raises(CapacityError, match=r"at most [\d,]+"):
         look(config("qwen3_next", max_mamba_cache_size=10**9))

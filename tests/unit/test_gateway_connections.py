@@ -7,13 +7,15 @@ import itertools
 import json
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
-from fakes import STOP, WAIT_S, FakeBackend, Step, last, series, served, speaks, token
+from fakes import STOP, WAIT_S, FakeBackend, Step, call, last, series, served, speaks, token
 from pomona.cluster.gateway.app import create_app
 from pomona.cluster.gateway.metrics import GatewayMetrics
 from pomona.v1 import inference_pb2
@@ -120,3 +122,64 @@ async def test_the_openai_sdk_chats_whole_and_streamed() -> None:
         chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hi there!"
     assert chunks[-1].usage == whole.usage
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@asynccontextmanager
+async def sdk_for(backend: FakeBackend) -> AsyncIterator[AsyncOpenAI]:
+    app = create_app(backend, api_key=None, metrics=GatewayMetrics(), version="1")
+    async with served(app) as (host, port), AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="k") as sdk:
+        yield sdk
+
+
+async def test_the_openai_sdk_gets_tool_calls_whole_and_streamed() -> None:
+    """The same calls either way, ready to be sent back as the next turn."""
+    steps = [token("", reasoning="Hm"), token("", reasoning="."), token("", tool_calls=[call("weather", "{}", "a")])]
+    steps += [token("", tool_calls=[call("weather", '{"city": "İzmir"}', "b")]), last("", STOP, 5)]
+    backend = FakeBackend(lambda _: steps)
+    async with sdk_for(backend) as sdk:
+        whole = await sdk.chat.completions.create(model="M", messages=BODY["messages"], tools=TOOLS)
+        async with sdk.chat.completions.stream(model="M", messages=BODY["messages"], tools=TOOLS) as stream:
+            deltas = [e.chunk.choices[0].delta async for e in stream if e.type == "chunk"]
+            streamed = await stream.get_final_completion()
+        answer = whole.choices[0].message
+        assert answer.tool_calls
+        turn: list[Any] = [
+            answer,
+            *({"role": "tool", "tool_call_id": c.id, "content": "sunny"} for c in answer.tool_calls),
+        ]
+        await sdk.chat.completions.create(model="M", messages=BODY["messages"] + turn, tools=TOOLS)
+    assert whole.choices[0].finish_reason == streamed.choices[0].finish_reason == "tool_calls"
+    assert answer.content is None
+    assert [c.to_dict() for c in answer.tool_calls] == [
+        {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+        {"id": "b", "type": "function", "function": {"name": "weather", "arguments": '{"city": "İzmir"}'}},
+    ]
+    again = streamed.choices[0].message.tool_calls
+    assert again
+    assert [(c.id, c.function.name, c.function.arguments) for c in again] == [
+        (c.id, c.function.name, c.function.arguments) for c in answer.tool_calls if c.type == "function"
+    ]
+    assert answer.to_dict()["reasoning_content"] == "Hm."
+    assert "".join(delta.to_dict().get("reasoning_content", "") for delta in deltas) == "Hm."
+    assert json.loads(backend.requests[0].chat.tools_json) == TOOLS
+    sent_back = json.loads(backend.requests[-1].chat.messages_json)
+    assert [message["role"] for message in sent_back] == ["user", "assistant", "tool", "tool"]
+    assert sent_back[1]["tool_calls"] == [c.to_dict() for c in answer.tool_calls]
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+async def test_the_openai_sdk_parses_an_answer_into_a_model() -> None:
+    """Its response_format reaches the worker as the model's schema, made strict by the SDK."""
+    backend = FakeBackend(speaks('{"name": "Ankara",', ' "people": 5}'))
+    async with sdk_for(backend) as sdk:
+        answer = await sdk.chat.completions.parse(model="M", messages=BODY["messages"], response_format=City)
+    assert answer.choices[0].message.parsed == City(name="Ankara", people=5)
+    schema = json.loads(backend.requests[0].grammar.json_schema)
+    assert schema == City.model_json_schema() | {"additionalProperties": False}

@@ -12,6 +12,7 @@ from pomona.v1 import inference_pb2
 from pomona.workers.errors import RequestError
 
 USER = {"role": "user", "content": "hi"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
 def chat(**fields: Any) -> list[inference_pb2.GenerateRequest]:
@@ -57,10 +58,18 @@ def test_every_sampling_field_reaches_the_worker() -> None:
         top_k=40,
         min_p=0.25,
         seed=-1,
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        repetition_penalty=1.5,
+        logit_bias={"5": -100, "0": 1.5},
         stop="END",
+        stop_token_ids=[2, 7],
+        min_tokens=9,
         ignore_eos=True,
         logprobs=True,
+        priority=-3,
     )
+    assert request.priority == -3
     assert request.sampling == inference_pb2.SamplingParams(
         max_tokens=9,
         temperature=0,
@@ -68,7 +77,13 @@ def test_every_sampling_field_reaches_the_worker() -> None:
         top_k=40,
         min_p=0.25,
         seed=2**64 - 1,
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        repetition_penalty=1.5,
+        logit_bias=[inference_pb2.LogitBias(id=5, bias=-100), inference_pb2.LogitBias(id=0, bias=1.5)],
         stop=["END"],
+        stop_token_ids=[2, 7],
+        min_tokens=9,
         ignore_eos=True,
         top_logprobs=0,
     )
@@ -135,12 +150,35 @@ def test_template_arguments_and_continuation_are_handed_on() -> None:
     assert request.chat.continue_final_message
 
 
+def test_tools_reach_the_template_as_they_were_sent() -> None:
+    """Nulls of the tool itself are left out, those of its schema are part of the schema."""
+    schema = {"type": "object", "properties": {"city": {"default": None, "enum": ["Ankara", None]}}}
+    sent = {"name": "weather", "description": "Says it.", "parameters": schema, "strict": None, "x": [1]}
+    (request,) = chat(tools=[{"type": "function", "function": sent}], tool_choice="auto", parallel_tool_calls=True)
+    function = {"name": "weather", "description": "Says it.", "parameters": schema, "x": [1]}
+    assert json.loads(request.chat.tools_json) == [{"type": "function", "function": function}]
+
+
+def test_tool_choice_none_offers_no_tools() -> None:
+    assert chat(tools=[TOOL], tool_choice="none") == chat()
+
+
+def test_reasoning_stays_in_the_text_where_the_answer_has_no_other_place() -> None:
+    """SGLang's separate_reasoning for chats; completions are text alone."""
+    assert not chat()[0].keep_reasoning_in_text
+    assert not chat(separate_reasoning=True)[0].keep_reasoning_in_text
+    assert chat(separate_reasoning=False)[0].keep_reasoning_in_text
+    assert completion()[0].keep_reasoning_in_text
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}},
+        {"stop_token_ids": [], "min_tokens": 0, "priority": 0},
         {"tools": []},
-        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"tool_choice": "auto", "parallel_tool_calls": True, "separate_reasoning": True},
+        {"guided_choice": []},
         {"response_format": {"type": "text"}},
         {"top_logprobs": 0},
         {"best_of": 1, "echo": False, "suffix": ""},
@@ -156,14 +194,27 @@ def test_neutral_and_unknown_fields_change_nothing(fields: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        *[(name, {name: 0.5}) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")],
-        ("logit_bias", {"logit_bias": {"5": 1}}),
-        ("tools", {"tools": [{"type": "function"}]}),
-        ("tool_choice", {"tool_choice": "required"}),
+        *[(name, {name: value}) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, "1")],
+        *[("repetition_penalty", {"repetition_penalty": value}) for value in (0, -1, "1", float("inf"))],
+        *[("logit_bias", {"logit_bias": {"5": value}}) for value in (-101, 100.5, "1", None, float("nan"))],
+        *[("logit_bias", {"logit_bias": {key: 1}}) for key in ("-1", "x", "", "1.5", str(2**32))],
+        ("logit_bias", {"logit_bias": [5]}),
+        ("logit_bias", {"logit_bias": {str(token): 1 for token in range(1025)}}),
+        *[("stop_token_ids", {"stop_token_ids": value}) for value in (5, "5", ["5"], [-1], [2**32], [1] * 1025)],
+        *[("min_tokens", {"min_tokens": value}) for value in (-1, 1.5, "1", True)],
+        ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
+        ("min_tokens", {"min_tokens": 5, "max_completion_tokens": 4, "max_tokens": 9}),
+        *[("priority", {"priority": value}) for value in (0.5, "1", 2**31, -(2**31) - 1)],
+        *[("tools", {"tools": value}) for value in ("weather", {}, [1], [{}], [{"type": "function"}])],
+        ("tools", {"tools": [TOOL | {"type": "custom"}]}),
+        *[("tools", {"tools": [{"type": "function", "function": {"name": n}}]}) for n in ("", "a b", "a" * 65, 5, "ğ")],
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]}),
+        *[("tool_choice", {"tools": [TOOL], "tool_choice": value}) for value in ("required", TOOL, 1)],
+        ("parallel_tool_calls", {"parallel_tool_calls": "no"}),
+        ("separate_reasoning", {"separate_reasoning": 0}),
         ("functions", {"functions": [{"name": "f"}]}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("guided_regex", {"guided_regex": "a+"}),
-        ("min_tokens", {"min_tokens": 5}),
+        ("guided_grammar", {"guided_grammar": "root ::= a"}),
+        ("ebnf", {"ebnf": "root ::= a"}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": True}),
         ("max_completion_tokens", {"max_completion_tokens": -1}),
@@ -217,6 +268,7 @@ def test_what_cannot_be_served_names_its_parameter(param: str, fields: dict[str,
         ("suffix", {"suffix": "end"}),
         ("best_of", {"best_of": 4}),
         ("logprobs", {"logprobs": 21}),
+        ("min_tokens", {"min_tokens": 17}),  # the limit is 16 when none is sent
     ],
 )
 def test_completions_refuse_what_they_cannot_do(param: str, fields: dict[str, Any]) -> None:

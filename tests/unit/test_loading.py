@@ -20,7 +20,6 @@ import pytest
 from huggingface_hub import constants
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING, save_model
 
 from pomona.workers.errors import ModelError
@@ -347,17 +346,6 @@ def test_a_broken_tokenizer_is_a_model_error(llama: Path) -> None:
 )
 def test_the_context_is_found_under_any_of_its_names(config: dict[str, Any], tokens: int) -> None:
     assert loading.context_tokens(config) == tokens
-
-
-def test_caches_that_do_not_batch_are_named_and_refused() -> None:
-    def model(*caches: Any) -> Any:
-        return SimpleNamespace(make_cache=lambda: list(caches), layers=[])
-
-    assert loading.unbatchable(model(KVCache(), CacheList(KVCache(), KVCache()))) == []
-    bad = model(KVCache(), CacheList(KVCache(), QuantizedKVCache()))
-    assert loading.unbatchable(bad) == ["QuantizedKVCache"]
-    with pytest.raises(ModelError, match=r"QuantizedKVCache.*does not batch"):
-        loading.refuse_unbatchable(bad, "x")
 
 
 def test_several_threads_may_look_up_architectures_at_once():

@@ -262,6 +262,20 @@ def test_the_child_answers_for_a_file_and_for_a_folder_alike(tmp_path: Path) -> 
     assert profile.Peek(sizes.shape, sizes.weights_bytes, sizes.context_tokens) == profile.peek(folder, dtype="float32")
 
 
+def test_the_child_answers_for_quantised_caches_of_a_file_and_a_folder(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.gguf", metadata(), tensors(F16))
+    folder = make("llama", tmp_path / "llama", hidden_size=128)
+    values = 2 * 2 * 2  # layers, keys and values, heads: each a group of 32 numbers with a scale and a bias
+    for path, dtype, scale_bytes in ((file, "float16", 2), (folder, "float32", 4)):
+        sizes = peek(path, dtype=dtype, trust_remote_code=False, kv_bits=4)
+        assert sizes.kv_bytes_per_token == values * (16 + 2 * scale_bytes)
+
+
+def test_the_child_says_in_one_line_why_bits_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^--kv-bits 8 cannot be used with this model: .*16 wide"):
+        peek(make("llama", tmp_path / "narrow"), dtype="auto", trust_remote_code=False, kv_bits=8)
+
+
 def test_the_child_passes_on_why_it_refuses(tmp_path: Path) -> None:
     file = write(tmp_path / "x.gguf", metadata(), tensors(F32))
     file.write_bytes(file.read_bytes()[:200])

@@ -9,10 +9,17 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
-from pomona.workers.errors import CapacityError, ModelError
-from pomona.workers.models import loading, profile
+from pomona.workers.errors import CapacityError, ModelError, OperatorError
+from pomona.workers.models import caches, loading, profile
 from pomona.workers.models.profile import StateShape, kv_pool
 from tiny import KINDS, make
 
@@ -178,15 +185,48 @@ def test_each_kind_of_cache_is_counted_for_what_it_holds() -> None:
     quantised = QuantizedKVCache(group_size=32, bits=8)
     assert profile._cache_shape(filled(quantised)) == StateShape(2 * (96 + 3 * 4 + 3 * 4), 0)
     assert profile._cache_shape(KVCache()) == StateShape(0, 0)
-    assert [type(c) for c in loading.flatten([CacheList(state, KVCache())])] == [ArraysCache, KVCache]
 
 
-def test_an_unknown_cache_is_refused_by_name() -> None:
+def test_an_unknown_cache_is_refused_by_name_before_the_model_meets_it() -> None:
     class Strange:
         pass
 
+    def model(*_: Any, **__: Any) -> None:
+        pytest.fail("the model ran")
+
     with pytest.raises(ModelError, match="Strange"):
-        profile._cache_shape(Strange())
+        profile.state_shape(model, lambda: [KVCache(), Strange()])
+
+
+@pytest.mark.parametrize("cache", [lambda: ChunkedKVCache(8), ConcatenateKVCache, lambda: RotatingKVCache(8, keep=4)])
+def test_caches_that_do_not_batch_are_counted_by_the_token_too(cache: Any, tmp_path: Path) -> None:
+    model = loading.open_model(make("llama", tmp_path / "m"), trust_remote_code=False, dtype="float32")[0]
+    assert profile.state_shape(model, lambda: [cache() for _ in range(2)]) == SHAPES["llama"]
+
+
+# 32 numbers of so many bits, and a float32 scale and bias: instead of 32 x 4 bytes.
+QUANTIZED_GROUP_BYTES = {4: 16 + 8, 8: 32 + 8}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_keys_and_values_are_counted_with_their_scales(bits: int, tmp_path: Path) -> None:
+    folder = make("llama", tmp_path / "llama", hidden_size=128)
+    shape = profile.peek(folder, dtype="float32", kv_bits=bits).shape
+    assert shape == StateShape(2 * (2 * 2 * QUANTIZED_GROUP_BYTES[bits]), 0)
+
+
+def test_quantising_makes_keys_and_values_smaller_and_state_stays(tmp_path: Path) -> None:
+    folder = make("qwen3_next", tmp_path / "m", head_dim=32)
+    plain, quantized = (profile.peek(folder, dtype="float32", kv_bits=bits).shape for bits in (None, 8))
+    assert quantized.aux_bytes_per_slot == plain.aux_bytes_per_slot == SHAPES["qwen3_next"].aux_bytes_per_slot
+    assert quantized.kv_bytes_per_token * 128 == plain.kv_bytes_per_token * QUANTIZED_GROUP_BYTES[8]
+    model = loading.open_model(folder, trust_remote_code=False, dtype="float32")[0]
+    assert profile.state_shape(model, caches.maker(model, 8)) == quantized
+
+
+def test_peeking_refuses_bits_that_the_model_cannot_use(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="--kv-bits 8 cannot be used with this model"):
+        profile.peek(make("llama", tmp_path / "narrow"), kv_bits=8)
 
 
 def test_the_budget_is_a_part_of_the_working_set_shared_by_ranks() -> None:

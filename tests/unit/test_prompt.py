@@ -15,8 +15,18 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 class FakeTokenizer:
     """A token a character (its code point); encode puts BOS (1) first when asked for special tokens."""
 
-    def __init__(self, *, has_chat_template=True, bos_token="<s>", template=None):
+    def __init__(
+        self,
+        *,
+        has_chat_template=True,
+        has_tool_calling=True,
+        bos_token="<s>",
+        template=None,
+        chat_template="{% for tool in tools %}",
+    ):
         self.has_chat_template = has_chat_template
+        self.has_tool_calling = has_tool_calling
+        self.chat_template = chat_template
         self.bos_token = bos_token
         self._template = template or (lambda messages, **_: [ord(c) for m in messages for c in m["content"]])
         self.calls = []
@@ -65,11 +75,11 @@ def test_a_final_message_is_continued_instead():
 
 def test_template_arguments_reach_the_template_beside_the_generation_prompt():
     tokenizer = FakeTokenizer()
-    encode(chat(arguments={"enable_thinking": False, "tools": []}), tokenizer)
-    assert tokenizer.calls[0][1] == {"enable_thinking": False, "tools": [], "add_generation_prompt": True}
+    encode(chat(arguments={"enable_thinking": False, "documents": []}), tokenizer)
+    assert tokenizer.calls[0][1] == {"enable_thinking": False, "documents": [], "add_generation_prompt": True}
 
 
-OURS = ["add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize"]
+OURS = ["add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools"]
 
 
 @pytest.mark.parametrize("name", sorted({*RESERVED, *OURS}))
@@ -85,6 +95,86 @@ def test_a_template_argument_that_is_the_servers_to_say_is_refused(name, continu
 def test_all_refused_template_arguments_are_named():
     with pytest.raises(RequestError, match=r"must not name tokenize, truncation$"):
         encode(chat(arguments={"truncation": True, "fine": 1, "tokenize": False}))
+
+
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+
+
+@pytest.mark.parametrize("template", ["{% if tools %}", None, {"tool_use": "x"}], ids=["text", "code", "several"])
+def test_tools_reach_the_template(template):
+    tokenizer = FakeTokenizer(chat_template=template)
+    encode(chat(arguments={"enable_thinking": True}, tools_json=json.dumps(TOOLS)), tokenizer)
+    assert tokenizer.calls[0][1] == {"enable_thinking": True, "tools": TOOLS, "add_generation_prompt": True}
+
+
+def test_no_tools_are_not_named_to_the_template():
+    tokenizer = FakeTokenizer(has_tool_calling=False)
+    encode(chat(tools_json="[]"), tokenizer)
+    assert tokenizer.calls[0][1] == {"add_generation_prompt": True}
+
+
+@pytest.mark.parametrize("lacking", [{"has_tool_calling": False}, {"chat_template": "{{ messages }} {{ toolset }}"}])
+def test_tools_for_a_model_that_cannot_call_any_are_refused(lacking):
+    tokenizer = FakeTokenizer(**lacking)
+    with pytest.raises(RequestError, match="no tool calling") as caught:
+        encode(chat(tools_json=json.dumps(TOOLS)), tokenizer)
+    assert (caught.value.param, caught.value.status, tokenizer.calls) == ("tools", 400, [])
+
+
+@pytest.mark.parametrize("tools", ["{}", "null", "not json", "[" * 100_000])
+def test_tools_that_are_no_list_are_an_error_about_them(tools):
+    with pytest.raises(RequestError, match="tools") as caught:
+        encode(chat(tools_json=tools))
+    assert caught.value.param == "tools"
+
+
+def called(arguments, **message):
+    function = {"name": "now", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}], **message}
+
+
+def rendered(*messages):
+    """The messages as the template gets them."""
+    tokenizer = FakeTokenizer(template=lambda messages, **_: [])
+    encode(chat(list(messages)), tokenizer)
+    return tokenizer.calls[0][0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "seen"),
+    [
+        ('{"zone": "CET"}', {"zone": "CET"}),
+        ("{}", {}),
+        ("", {}),
+        ({"zone": "CET"}, {"zone": "CET"}),
+        ('{"zone": ', '{"zone": '),
+        ("[1]", "[1]"),
+        ("[" * 100_000, "[" * 100_000),
+        (None, None),
+    ],
+    ids=["object", "empty object", "nothing", "no text", "no json", "a list", "deep", "null"],
+)
+def test_the_arguments_of_earlier_calls_are_objects_to_the_template_where_they_can_be(sent, seen):
+    assert rendered(called(sent, content="so")) == [called(seen, content="so")]
+
+
+def test_content_that_is_null_or_absent_is_empty_to_the_template():
+    said = {"role": "user", "content": "a"}
+    assert rendered({"role": "assistant", "content": None}, {"role": "assistant"}, said) == [
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": ""},
+        said,
+    ]
+
+
+@pytest.mark.parametrize("calls", [None, "x", ["x"], [{}], [{"function": "x"}], [{"function": {}}], []])
+def test_earlier_calls_in_another_form_are_left_to_the_template(calls):
+    message = {"role": "assistant", "content": "a", "tool_calls": calls}
+    assert rendered(message) == [message]
+
+
+def test_messages_that_are_no_objects_are_left_to_the_template():
+    assert rendered("hi") == ["hi"]
 
 
 def test_text_gets_the_special_tokens():

@@ -157,7 +157,7 @@ async def test_the_spec_says_everything_a_worker_needs(run):
     run(
         launcher, dp_size=2, max_mamba_cache_size=43, max_total_tokens=999, context_length=77, dtype="float32",
         chunked_prefill_size=64, max_queued_requests=5, mem_fraction_static=0.5, mamba_full_memory_ratio=0.7,
-        disable_radix_cache=True, trust_remote_code=True,
+        disable_radix_cache=True, trust_remote_code=True, max_step_s=0.5, kv_bits=8,
     )  # fmt: skip
     await until(lambda: len(launcher.started) == 2)
     expected = {
@@ -177,6 +177,8 @@ async def test_the_spec_says_everything_a_worker_needs(run):
         "max_total_tokens": 999,
         "context_length": 77,
         "chunked_prefill_size": 64,
+        "max_step_s": 0.5,
+        "kv_bits": 8,
         "max_queued_requests": 5,
         "dtype": "float32",
         "trust_remote_code": True,

@@ -30,7 +30,7 @@ _CAPACITY, _MODEL, _NETWORK = "Capacity", "Model", "Network"
 
 Model = Annotated[str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="A folder, a .gguf file, org/name, or a file.")]
 ServedName = Annotated[
-    str | None, typer.Option(rich_help_panel=_MODEL, help="The name clients use [default: MODEL's last part].")
+    str | None, typer.Option(rich_help_panel=_MODEL, help="The name clients use \\[default: MODEL's last part].")
 ]
 Tp = Annotated[
     int | None, typer.Option("--tp-size", "--tensor-parallel-size", "--tp", help="Ranks that share each layer.")
@@ -61,19 +61,30 @@ NoRadix = Annotated[
 ]
 ContextLength = Annotated[int | None, typer.Option(rich_help_panel=_MODEL, help="Tokens of prompt and answer.")]
 Chunk = Annotated[int | None, typer.Option(rich_help_panel=_CAPACITY, help="Prompt tokens computed in one step.")]
+MaxStep = Annotated[
+    float | None,
+    typer.Option(rich_help_panel=_CAPACITY, help="Seconds of a step while answers stream \\[default: 0.25]."),
+]
+KvBits = Annotated[
+    int | None,
+    typer.Option(rich_help_panel=_CAPACITY, help="Quantise cached keys and values to 4 or 8 bits \\[default: off]."),
+]
 Dtype = Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="auto, float32, bfloat16 or float16.")]
 Trust = Annotated[
     bool | None, typer.Option("--trust-remote-code", rich_help_panel=_MODEL, help="Run code that the model brings.")
 ]
 Host = Annotated[str | None, typer.Option(rich_help_panel=_NETWORK, help="Where the gateway listens.")]
-Port = Annotated[int | None, typer.Option(rich_help_panel=_NETWORK, help="The gateway's port [default: 8000].")]
+Port = Annotated[int | None, typer.Option(rich_help_panel=_NETWORK, help="The gateway's port \\[default: 8000].")]
 MetricsHost = Annotated[str | None, typer.Option(rich_help_panel=_NETWORK, help="Where the head's exporter listens.")]
-MetricsPort = Annotated[int | None, typer.Option(rich_help_panel=_NETWORK, help="The exporter's port [default: 9400].")]
+MetricsPort = Annotated[
+    int | None, typer.Option(rich_help_panel=_NETWORK, help="The exporter's port \\[default: 9400].")
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="POMONA_API_KEY", rich_help_panel=_NETWORK, help="Clients must send it.")
 ]
 Address = Annotated[
-    str | None, typer.Option(rich_help_panel=_NETWORK, help="An existing Ray cluster, host:port [default: start one].")
+    str | None,
+    typer.Option(rich_help_panel=_NETWORK, help="An existing Ray cluster, host:port \\[default: start one]."),
 ]
 LoadTimeout = Annotated[float | None, typer.Option("--load-timeout-s", help="Give up when loading takes longer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
@@ -109,6 +120,8 @@ def serve(
     disable_radix_cache: NoRadix = None,
     context_length: ContextLength = None,
     chunked_prefill_size: Chunk = None,
+    max_step_s: MaxStep = None,
+    kv_bits: KvBits = None,
     dtype: Dtype = None,
     trust_remote_code: Trust = None,
     host: Host = None,
@@ -140,6 +153,7 @@ def plan(
     mamba_full_memory_ratio: MambaRatio = None,
     disable_radix_cache: NoRadix = None,
     context_length: ContextLength = None,
+    kv_bits: KvBits = None,
     dtype: Dtype = None,
     trust_remote_code: Trust = None,
     as_json: AsJson = False,

@@ -38,6 +38,8 @@ class ServeConfig(BaseModel):
     mamba_full_memory_ratio: float = Field(default=0.9, gt=0)
     disable_radix_cache: bool = False
     chunked_prefill_size: int = Field(default=512, ge=16)
+    max_step_s: float = Field(default=0.25, gt=0)
+    kv_bits: Literal[4, 8] | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trust_remote_code: bool = False
     host: str = "127.0.0.1"

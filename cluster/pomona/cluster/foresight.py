@@ -40,7 +40,7 @@ def look(config: ServeConfig) -> Foresight:
         check_model(topology, model.config)
     if model.path is None:
         return Foresight(topology, model, name)
-    sizes = peek(model.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    sizes = peek(model.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, kv_bits=config.kv_bits)
     _check_context(config, sizes)
     limits = replace(config.limits, hybrid=sizes.shape.hybrid)
     check_limits(limits, topology.attn_dp_size)

@@ -173,6 +173,8 @@ class Replicas:
             max_total_tokens=config.max_total_tokens,
             context_length=config.context_length,
             chunked_prefill_size=config.chunked_prefill_size,
+            max_step_s=config.max_step_s,
+            kv_bits=config.kv_bits,
             max_queued_requests=config.max_queued_requests,
             prefix_cache=not config.disable_radix_cache,
             dtype=config.dtype,

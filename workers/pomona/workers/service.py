@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
@@ -14,6 +15,8 @@ from pomona.v1 import inference_pb2, inference_pb2_grpc, telemetry_pb2
 
 from .engine.base import Delta
 from .engine.engine import Engine
+from .engine.grammar import CompiledGrammar
+from .engine.grammar_compiler import GrammarCompiler
 from .errors import Overloaded, PomonaError, RequestError, StaleEpoch, Unavailable
 from .text.prompt import PromptEncoder
 from .wire import TokenBytes, to_engine_request, to_generate_response
@@ -56,7 +59,7 @@ class AnswerQueue:
             waiting, self._deltas = list(self._deltas), deque()
             delta = merge(waiting)
             self.ended = delta.last
-            if delta.text or delta.ids:
+            if delta.ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish is not None:
                 yield delta
             if delta.error is not None:
                 raise delta.error
@@ -68,7 +71,9 @@ def merge(deltas: list[Delta]) -> Delta:
         return deltas[0]
     return Delta(
         ids=tuple(i for d in deltas for i in d.ids),
-        text="".join(d.text for d in deltas),
+        text="".join([d.text for d in deltas]),
+        reasoning="".join([d.reasoning for d in deltas]),
+        tool_calls=tuple(call for d in deltas for call in d.tool_calls),
         logprobs=tuple(entry for d in deltas for entry in d.logprobs),
         finish=deltas[-1].finish,
         usage=deltas[-1].usage,
@@ -87,6 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         token_bytes: TokenBytes,
         admits: Callable[[str, int], None],
         load: Callable[[], telemetry_pb2.LoadReport],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
@@ -94,6 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._token_bytes = token_bytes
         self._admits = admits
         self._load = load
+        self._grammars = grammars
         self._live: dict[str, AnswerQueue] = {}
 
     async def Generate(
@@ -113,18 +120,34 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadline = loop.time() + (request.deadline_s if request.HasField("deadline_s") else DEFAULT_DEADLINE_S)
         async with asyncio.timeout_at(deadline):
             prompt = await loop.run_in_executor(self._tokenizing, self._prompts.encode, request)
+            grammar = await self._grammar(request)
+        asked = to_engine_request(request, prompt, vocab_size=self._prompts.vocab_size)
+        asked = dataclasses.replace(asked, grammar=grammar)
         answer = AnswerQueue()
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id} is already in use", param="request_id")
         self._live[request.request_id] = answer
         try:
-            self._engine.submit(to_engine_request(request, prompt), answer.put)
+            self._engine.submit(asked, answer.put)
             async for delta in answer.deltas(deadline):
                 yield to_generate_response(delta, self._token_bytes)
         finally:
             del self._live[request.request_id]
             if not answer.ended:  # the client left, or the deadline passed
                 self._engine.cancel(request.request_id)
+
+    async def _grammar(self, request: inference_pb2.GenerateRequest) -> CompiledGrammar | None:
+        """What the answer, or the rest of a resumed one, has to look like."""
+        if not request.HasField("grammar"):
+            return None
+        if self._grammars is None:
+            raise RequestError("this owner serves no structured output", param="response_format")
+        # Shielded: a client who leaves must not take the grammar from others who wait for the same.
+        grammar = await asyncio.shield(asyncio.wrap_future(self._grammars.submit(request.grammar)))
+        try:
+            return grammar.after(request.resume_ids)
+        except ValueError as exc:
+            raise RequestError(f"the answer so far does not follow its grammar: {exc}", param="resume_ids") from exc
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         answer = self._live.get(request.request_id)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environment
+from .engine.base import EngineRequest, Text
 from .engine.engine import EngineParts
 from .errors import OperatorError
 from .models.profile import MemoryProfile
@@ -33,7 +34,7 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
     """Load the model that the spec names and profile it. Runs on the engine thread. Raises OperatorError."""
     import mlx.core as mx
 
-    from .models import loading, profile
+    from .models import caches, loading, profile
 
     path = local_folder(spec, report)
     report(Progress(Stage.READING))
@@ -44,13 +45,15 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
         progress=lambda done, total: report(Progress(Stage.READING, done, total)),
     )
     context = context_tokens(spec, model.context_tokens)
+    make_caches = caches.maker(model.model, spec.kv_bits)
     report(Progress(Stage.MEASURING))
     budget = profile.budget(spec.mem_fraction_static, spec.ranks_on_host)
+    reserve = profile.measure_reserve(model.model, min(spec.chunked_prefill_size, context))
     memory = profile.kv_pool(
         budget,
         model.weights_bytes,
-        profile.measure_reserve(model.model, min(spec.chunked_prefill_size, context)),
-        profile.state_shape(model.model),
+        reserve,
+        profile.state_shape(model.model, make_caches),
         ranks_on_host=spec.ranks_on_host,
         aux_slots=spec.aux_slots,
         mamba_full_memory_ratio=spec.mamba_full_memory_ratio,
@@ -59,11 +62,13 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
     )
     # Over the limit MLX frees its cache before it allocates; what Metal cannot give would abort the process.
     mx.set_memory_limit(budget)
+    # Buffers that were freed are kept for the next step's activations, and no more of them than those need.
+    mx.set_cache_limit(reserve)
     vocab_size = _vocab_size(model.model, model.config, model.tokenizer)
     parts = EngineParts(
-        make_runner=lambda: _runner(spec, model, vocab_size),
-        new_text=lambda stops: _text(model.tokenizer, stops),
-        memory=lambda: (mx.get_active_memory(), budget),
+        make_runner=lambda: _runner(model, make_caches, vocab_size),
+        new_text=_texts(model.tokenizer),
+        memory=lambda: (mx.get_active_memory() + mx.get_cache_memory(), budget),
         context_tokens=context,
     )
     return Loaded(parts, memory, model.tokenizer, vocab_size)
@@ -106,18 +111,16 @@ def _vocab_size(model: Any, config: dict[str, Any], tokenizer: Any) -> int:
     return int(text.get("vocab_size") or len(tokenizer))
 
 
-def _runner(spec: WorkerSpec, model: Any, vocab_size: int) -> Any:
-    from .engine.runner import BatchRunner
+def _runner(model: Any, make_caches: Callable[[], list[Any]], vocab_size: int) -> Any:
+    from .engine.calibration import step_cost
+    from .engine.runner import ModelRunner
 
-    return BatchRunner(
-        model.model,
-        eos=model.tokenizer.eos_token_ids,
-        vocab_size=vocab_size,
-        chunk_tokens=spec.chunked_prefill_size,
-    )
+    cost = step_cost(model.model, make_caches)
+    return ModelRunner(model.model, make_caches, eos=model.tokenizer.eos_token_ids, vocab_size=vocab_size, cost=cost)
 
 
-def _text(tokenizer: Any, stops: tuple[str, ...]) -> Any:
-    from .text.stream import TextStream
+def _texts(tokenizer: Any) -> Callable[[EngineRequest], Text]:
+    from .text.maker import TextMaker
 
-    return TextStream(tokenizer.detokenizer, stops)
+    maker = TextMaker(tokenizer)
+    return lambda request: maker.new(request, request.resumed_tokens)

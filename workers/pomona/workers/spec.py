@@ -27,6 +27,8 @@ class WorkerSpec:
     max_total_tokens: int | None = None
     context_length: int | None = None
     chunked_prefill_size: int = 512
+    max_step_s: float = 0.25
+    kv_bits: int | None = None
     max_queued_requests: int = 1024
     prefix_cache: bool = True
     dtype: str = "auto"

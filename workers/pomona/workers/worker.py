@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -17,6 +18,7 @@ from pomona.v1 import inference_pb2_grpc, registry_pb2, telemetry_pb2
 from . import rpc, wire
 from .engine.base import Batch, EngineLoad
 from .engine.engine import Engine, EngineParts
+from .engine.grammar_compiler import GrammarCompiler
 from .errors import EngineError, OperatorError, StaleEpoch, Unavailable
 from .service import InferenceService
 from .setup import Loaded, prepare
@@ -62,6 +64,8 @@ class Worker:
             on_exit=self._on_engine_exit,
             max_queued_requests=spec.max_queued_requests,
             prefix_cache=spec.prefix_cache,
+            max_step_s=spec.max_step_s,
+            chunk_tokens=spec.chunked_prefill_size,
         )
         self._reporter: Reporter | None = None
 
@@ -75,15 +79,16 @@ class Worker:
         except Exception as exc:
             log.exception("loading failed")
             return Ended(f"loading {self.spec.source} failed: {type(exc).__name__}: {exc}")
-        with ThreadPoolExecutor(1, "pomona-tokenizer") as tokenizing:
-            await self._serve(loaded, tokenizing)
+        grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.tokenizer.eos_token_ids)
+        with ThreadPoolExecutor(1, "pomona-tokenizer") as tokenizing, closing(grammars):
+            await self._serve(loaded, tokenizing, grammars)
         return self._ended
 
     def stop(self) -> None:
         """End `run`: requests get an error, the head is told."""
         self._stop.set()
 
-    async def _serve(self, loaded: Loaded, tokenizing: ThreadPoolExecutor) -> None:
+    async def _serve(self, loaded: Loaded, tokenizing: ThreadPoolExecutor, grammars: GrammarCompiler) -> None:
         server = rpc.server(self.spec.token)
         service = InferenceService(
             self._engine,
@@ -92,6 +97,7 @@ class Worker:
             token_bytes(loaded.tokenizer),
             self._admits,
             self.load_report,
+            grammars,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

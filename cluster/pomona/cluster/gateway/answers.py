@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from starlette.responses import Response
 
 from pomona.v1 import inference_pb2
 from pomona.workers.errors import EngineError, LostHost, Overloaded, RequestError, Unavailable
 
-DONE = b"data: [DONE]\n\n"
+from .logprobs import Json, characters, chat_logprobs, completion_logprobs
 
-Json = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
 
 FINISH_REASONS: Mapping[int, str] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
 }
 
+# json.dumps would make an encoder a call.
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+# Stands for the text in the chunk that a stream's plain chunks are made from.
+MARK = "\0text\0"
+MARK_JSON = _encoded(MARK).encode()
+
 
 def dumps(payload: Json) -> bytes:
-    return json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _encoded(payload).encode()
 
 
 def event(payload: Json) -> bytes:
@@ -91,23 +97,43 @@ def json_response(payload: Json, status: int = 200) -> Response:
 # ---- answers
 
 
+@dataclass(frozen=True, slots=True)
+class Mould:
+    """A chunk that adds nothing but text: the bytes before and after the text."""
+
+    before: bytes
+    after: bytes
+
+    def chunk(self, text: str) -> bytes:
+        return self.before + _encoded(text).encode() + self.after
+
+
 @dataclass(slots=True)
 class Choice:
-    """What has arrived of one choice. `offset` counts the characters of the tokens already described."""
+    """What has arrived of one choice. `offset` counts the characters of the tokens already described; `calls_sent`
+    the calls already streamed, of the at most `max_calls` that are kept."""
 
     index: int
+    max_calls: int | None = None
     started: bool = False
     offset: int = 0
+    calls_sent: int = 0
     finish_reason: str | None = None
     usage: inference_pb2.Usage | None = None
     texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    calls: list[inference_pb2.ToolCall] = field(default_factory=list)
     logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    moulds: dict[str, Mould] = field(default_factory=dict)
 
     def note(self, message: inference_pb2.GenerateResponse) -> None:
-        if message.finish_reason == inference_pb2.FINISH_REASON_ABORT:
-            raise LostHost("The worker gave the request up before its answer was complete.")
+        if message.tool_calls:
+            self.calls = [*self.calls, *message.tool_calls][: self.max_calls]
         if message.finish_reason:
-            self.finish_reason = FINISH_REASONS[message.finish_reason]
+            if message.finish_reason == inference_pb2.FINISH_REASON_ABORT:
+                raise LostHost("The worker gave the request up before its answer was complete.")
+            reason = FINISH_REASONS[message.finish_reason]
+            self.finish_reason = "tool_calls" if self.calls and reason == "stop" else reason
             self.usage = message.usage
 
 
@@ -118,8 +144,18 @@ class Answer(ABC):
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, answer_id: str, created: int, model: str, *, choices: int, n: int, with_usage: bool) -> None:
-        self._choices = [Choice(index) for index in range(choices)]
+    def __init__(
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        choices: int,
+        n: int,
+        with_usage: bool,
+        max_calls: int | None = None,
+    ) -> None:
+        self._choices = [Choice(index, max_calls) for index in range(choices)]
         self._n = n
         self._with_usage = with_usage
         self._identity: Json = {"id": answer_id, "created": created, "model": model}
@@ -128,12 +164,32 @@ class Answer(ABC):
         """The event for one message, or None when it holds nothing for the client yet."""
         choice = self._choices[index]
         choice.note(message)
-        if not (message.text or message.logprobs or message.finish_reason) and choice.started:
-            return None
+        if choice.started and not (choice.finish_reason or message.logprobs or len(choice.calls) > choice.calls_sent):
+            return self._plain_chunk(choice, message)
         event_bytes = self._event([self._delta(choice, message)], None)
         choice.started = True
+        choice.calls_sent = len(choice.calls)
         choice.offset += sum(characters(entry.sampled.token) for entry in message.logprobs)
         return event_bytes
+
+    def _plain_chunk(self, choice: Choice, message: inference_pb2.GenerateResponse) -> bytes | None:
+        """The event for text alone. Nearly every message is that, thousands of times a second."""
+        text, reasoning = message.text, message.reasoning
+        if text and reasoning:
+            return self._event([self._delta(choice, message)], None)
+        if text:
+            return self._mould(choice, "text").chunk(text)
+        return self._mould(choice, "reasoning").chunk(reasoning) if reasoning else None
+
+    def _mould(self, choice: Choice, name: str) -> Mould:
+        """For plain chunks whose text is in the message's field `name`."""
+        mould = choice.moulds.get(name)
+        if mould is None:
+            marked = inference_pb2.GenerateResponse()
+            setattr(marked, name, MARK)
+            event_bytes = self._event([self._delta(choice, marked)], None)
+            mould = choice.moulds[name] = Mould(*event_bytes.rsplit(MARK_JSON, 1))
+        return mould
 
     def usage_chunk(self) -> bytes | None:
         """The event that closes a stream whose client asked for usage."""
@@ -149,10 +205,11 @@ class Answer(ABC):
         choice = self._choices[index]
         choice.note(message)
         choice.texts.append(message.text)
+        choice.reasonings.append(message.reasoning)
         choice.logprobs.extend(message.logprobs)
 
     def whole(self) -> Json:
-        choices = [self._entry(choice, "".join(choice.texts)) for choice in self._choices]
+        choices = [self._entry(choice) for choice in self._choices]
         return {**self._identity, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def check_complete(self) -> None:
@@ -178,7 +235,7 @@ class Answer(ABC):
         """The chunk's entry in `choices`."""
 
     @abstractmethod
-    def _entry(self, choice: Choice, text: str) -> Json:
+    def _entry(self, choice: Choice) -> Json:
         """The whole answer's entry in `choices`."""
 
 
@@ -191,26 +248,42 @@ class ChatAnswer(Answer):
 
     def _delta(self, choice: Choice, message: inference_pb2.GenerateResponse) -> Json:
         delta: Json = {} if choice.started else {"role": "assistant", "content": ""}
+        if message.reasoning:
+            delta["reasoning_content"] = message.reasoning
         if message.text:
             delta["content"] = message.text
+        if new := choice.calls[choice.calls_sent :]:
+            delta["tool_calls"] = [
+                {"index": index, **tool_call(call)} for index, call in enumerate(new, choice.calls_sent)
+            ]
         return {
             "index": choice.index,
             "delta": delta,
             "logprobs": chat_logprobs(message.logprobs),
-            "finish_reason": FINISH_REASONS.get(message.finish_reason),
+            "finish_reason": choice.finish_reason,
         }
 
-    def _entry(self, choice: Choice, text: str) -> Json:
+    def _entry(self, choice: Choice) -> Json:
+        text = "".join(choice.texts)
+        message: Json = {"role": "assistant", "content": text or (None if choice.calls else "")}
+        if reasoning := "".join(choice.reasonings):
+            message["reasoning_content"] = reasoning
+        if choice.calls:
+            message["tool_calls"] = [tool_call(call) for call in choice.calls]
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": text},
+            "message": message,
             "logprobs": chat_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
 
 
+def tool_call(call: inference_pb2.ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+
+
 class CompletionAnswer(Answer):
-    """`text_completion` and its chunks."""
+    """`text_completion` and its chunks. It has one text: reasoning would be part of it."""
 
     id_prefix = "cmpl-"
     object = "text_completion"
@@ -219,64 +292,15 @@ class CompletionAnswer(Answer):
     def _delta(self, choice: Choice, message: inference_pb2.GenerateResponse) -> Json:
         return {
             "index": choice.index,
-            "text": message.text,
+            "text": message.reasoning + message.text,
             "logprobs": completion_logprobs(message.logprobs, choice.offset),
-            "finish_reason": FINISH_REASONS.get(message.finish_reason),
-        }
-
-    def _entry(self, choice: Choice, text: str) -> Json:
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": completion_logprobs(choice.logprobs, 0),
             "finish_reason": choice.finish_reason,
         }
 
-
-# ---- logprobs
-
-
-def finite(logprob: float) -> float | None:
-    return logprob if math.isfinite(logprob) else None
-
-
-def token_text(token: bytes) -> str:
-    """The token as text; a token that ends inside a character as OpenAI writes it, `bytes:\\xe2\\x82`."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
-
-
-def characters(token: bytes) -> int:
-    """How many UTF-8 characters begin in these bytes."""
-    return sum(byte & 0xC0 != 0x80 for byte in token)
-
-
-def chat_logprobs(entries: Sequence[inference_pb2.TokenLogprobs]) -> Json | None:
-    if not entries:
-        return None
-    return {
-        "content": [{**_token(entry.sampled), "top_logprobs": [_token(top) for top in entry.top]} for entry in entries]
-    }
-
-
-def _token(entry: inference_pb2.TokenLogprob) -> Json:
-    return {"token": token_text(entry.token), "logprob": finite(entry.logprob), "bytes": list(entry.token)}
-
-
-def completion_logprobs(entries: Sequence[inference_pb2.TokenLogprobs], offset: int) -> Json | None:
-    """The older shape: parallel lists, `text_offset` in characters from the start of the text."""
-    if not entries:
-        return None
-    offsets = [offset]
-    for entry in entries[:-1]:
-        offsets.append(offsets[-1] + characters(entry.sampled.token))
-    return {
-        "tokens": [token_text(entry.sampled.token) for entry in entries],
-        "token_logprobs": [finite(entry.sampled.logprob) for entry in entries],
-        "top_logprobs": [
-            {token_text(top.token): finite(top.logprob) for top in (entry.sampled, *entry.top)} for entry in entries
-        ],
-        "text_offset": offsets,
-    }
+    def _entry(self, choice: Choice) -> Json:
+        return {
+            "index": choice.index,
+            "text": "".join(choice.reasonings + choice.texts),
+            "logprobs": completion_logprobs(choice.logprobs, 0),
+            "finish_reason": choice.finish_reason,
+        }

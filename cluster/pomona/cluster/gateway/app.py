@@ -87,6 +87,7 @@ class Generation:
             choices=len(requests),
             n=body.choices_per_prompt,
             with_usage=body.wants_usage,
+            max_calls=body.max_calls(),
         )
         deliver = self._streamed if body.stream else self._whole
         response = await deliver(request, answer, pieces, record)
@@ -122,10 +123,12 @@ async def events(
     ending: tuple[Outcome, Shed | None] = (Outcome.ABORTED, None)
     try:
         async with aclosing(rest):
-            async for piece in _with_first(first, rest):
+            piece = first
+            while piece is not None:
                 record.generated(piece.choice, len(piece.message.ids))
                 if chunk := answer.chunk(piece.choice, piece.message):
                     yield chunk
+                piece = await anext(rest, None)
         answer.check_complete()
         if usage := answer.usage_chunk():
             yield usage
@@ -137,13 +140,6 @@ async def events(
         yield answers.event(answers.error_body(exc))
     finally:
         record.finish(*ending)
-
-
-async def _with_first(first: Piece | None, rest: Pieces) -> Pieces:
-    if first is not None:
-        yield first
-    async for piece in rest:
-        yield piece
 
 
 def count_done(record: RequestRecord, answer: answers.Answer) -> None:

@@ -7,40 +7,34 @@ servers do.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from pomona.v1 import inference_pb2
 from pomona.workers.errors import RequestError
 
-UINT32_MAX = 2**32 - 1
+from .fields import UINT32_MAX, JsonObject, Lenient, Text, TokenId, refuse, to_json
+from .formats import Formatted
+from .messages import Message, Tool
+
 MAX_CHOICES = 128
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions, and vLLM's
+MAX_LISTED_IDS = 1024  # OpenAI's limit for logit_bias
 
 # Fields that change the answer and that this version does not do yet, with the values that change nothing.
 NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (0, 1),
-    "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "web_search_options": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": ([],),
     "guided_grammar": (),
-    "stop_token_ids": ([],),
+    "guided_whitespace_pattern": (),
+    "ebnf": (),
+    "structural_tag": (),
     "bad_words": ([],),
-    "min_tokens": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "xtc_probability": (0,),
@@ -48,68 +42,17 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "suffix": ("",),
 }
 
-TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
-JsonObject = dict[str, JsonValue]
-
-
-def refuse(param: str, message: str) -> PydanticCustomError:
-    """An error about `param` that a validator of the whole body raises."""
-    return PydanticCustomError("refused", "{text}", {"text": message, "param": param})
-
-
-class Lenient(BaseModel):
-    """Strict about the types of what it knows, silent about the rest."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class StreamOptions(Lenient):
     include_usage: bool | None = None
 
 
-class ContentPart(Lenient):
-    type: str
-    text: str | None = None
-
-    @model_validator(mode="after")
-    def _is_text(self) -> ContentPart:
-        if self.type != "text" or self.text is None:
-            raise PydanticCustomError("not_text", "This model takes parts of type 'text' only")
-        return self
-
-
-class Message(Lenient):
-    """One message of the conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[JsonObject] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        extra = self.model_extra or {}
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("no_content", "A message of this role needs content")
-        if any(extra.get(name) is not None for name in ("function_call", "audio")):
-            raise PydanticCustomError("not_yet", "This version does not take 'function_call' or 'audio' in messages")
-        return self
-
-    def for_template(self) -> JsonObject:
-        """The message as chat templates expect it: content joined to text, only what was sent."""
-        content = self.content if isinstance(self.content, str) else "".join(p.text or "" for p in self.content or [])
-        # Templates know no `developer`: it is the newer name of `system`.
-        role = "system" if self.role == "developer" else self.role
-        message: JsonObject = {"role": role, "content": content}
-        optional = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"})
-        return message | {name: value for name, value in optional.items() if value is not None}
-
-
-class Body(Lenient):
+class Body(Formatted):
     """The fields that both endpoints share."""
 
     model: Text
@@ -119,11 +62,18 @@ class Body(Lenient):
     top_k: int | None = Field(None, ge=-1, le=UINT32_MAX, description="-1 and 0 are off.")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, gt=0, description="1 is off; counts the prompt too.")
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_LISTED_IDS)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED_IDS)] | None = None
+    min_tokens: int | None = Field(None, ge=0, description="No end of the answer before so many tokens.")
     n: int | None = Field(None, ge=1, le=16)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    priority: Int32 | None = Field(None, description="Higher goes first; 0 when unset.")
     user: str | None = None
 
     @model_validator(mode="after")
@@ -132,6 +82,13 @@ class Body(Lenient):
             neutral = NEUTRAL.get(name)
             if neutral is not None and value is not None and value not in neutral:
                 raise refuse(name, f"This version does not do '{name}' yet; leave it out.")
+        return self
+
+    @model_validator(mode="after")
+    def _can_end(self) -> Body:
+        limit = self.token_limit()
+        if self.min_tokens and limit is not None and self.min_tokens > limit:
+            raise refuse("min_tokens", f"'min_tokens' is {self.min_tokens}, more than the limit of {limit} tokens.")
         return self
 
     @property
@@ -149,6 +106,13 @@ class Body(Lenient):
         """How many alternatives to list beside each token; None: no logprobs at all."""
         raise NotImplementedError
 
+    def keeps_reasoning_in_text(self) -> bool:
+        raise NotImplementedError
+
+    def max_calls(self) -> int | None:
+        """How many tool calls a choice may make; None: any number."""
+        return None
+
     def prompts(self) -> list[dict[str, Any]]:
         """One set of GenerateRequest's prompt arguments a prompt."""
         raise NotImplementedError
@@ -165,8 +129,10 @@ class ChatBody(Body):
     reasoning_effort: str | None = Field(None, description="Handed to the model's chat template.")
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | JsonObject | None = Field(None, description="'auto' or 'none'.")
+    parallel_tool_calls: bool | None = Field(None, description="false: the first call of an answer only.")
+    separate_reasoning: bool | None = Field(None, description="false: reasoning stays in the content. SGLang's name.")
 
     @model_validator(mode="after")
     def _can_be_rendered(self) -> ChatBody:
@@ -179,11 +145,12 @@ class ChatBody(Body):
         return self
 
     @model_validator(mode="after")
-    def _needs_no_tools(self) -> ChatBody:
-        if self.tools and self.tool_choice != "none":
-            raise refuse("tools", "This version does not do 'tools' yet; leave them out or set tool_choice to 'none'.")
+    def _may_call(self) -> ChatBody:
         if self.tool_choice not in (None, "none", "auto"):
-            raise refuse("tool_choice", "This version does not do 'tool_choice' yet; leave it out.")
+            raise refuse("tool_choice", "'tool_choice' is 'auto' or 'none' in this version: a call cannot be forced.")
+        if self.offered_tools() and (asked := self.grammars()):
+            field = next(iter(asked))
+            raise refuse(field, f"'{field}' forbids tool calls: leave out 'tools', or set tool_choice to 'none'.")
         return self
 
     def token_limit(self) -> int | None:
@@ -192,23 +159,28 @@ class ChatBody(Body):
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def keeps_reasoning_in_text(self) -> bool:
+        return self.separate_reasoning is False
+
+    def max_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False else None
+
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
     def prompts(self) -> list[dict[str, Any]]:
         arguments = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             arguments.setdefault("reasoning_effort", self.reasoning_effort)
+        tools = [tool.for_template() for tool in self.offered_tools()]
         chat = inference_pb2.ChatPrompt(
-            messages_json=_json([message.for_template() for message in self.messages], "messages"),
-            template_arguments_json=_json(arguments, "chat_template_kwargs") if arguments else "",
+            messages_json=to_json([message.for_template() for message in self.messages], "messages"),
+            template_arguments_json=to_json(arguments, "chat_template_kwargs") if arguments else "",
+            tools_json=to_json(tools, "tools") if tools else "",
             continue_final_message=bool(self.continue_final_message),
         )
         return [{"chat": chat}]
-
-
-def _json(value: Any, param: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError as exc:
-        raise RequestError(f"{param}: numbers have to be finite.", param=param) from exc
 
 
 class CompletionBody(Body):
@@ -237,6 +209,10 @@ class CompletionBody(Body):
     def alternatives(self) -> int | None:
         return self.logprobs
 
+    def keeps_reasoning_in_text(self) -> bool:
+        """A completion is text and nothing else."""
+        return True
+
     def prompts(self) -> list[dict[str, Any]]:
         prompts: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if isinstance(prompts[0], int):
@@ -260,7 +236,7 @@ def request_error(exc: ValidationError) -> RequestError:
     errors = exc.errors(include_url=False, include_input=False)
     field = errors[0]["loc"][:1]
     worst = max((error for error in errors if error["loc"][:1] == field), key=lambda error: len(error["loc"]))
-    if worst["type"] == "json_invalid":
+    if worst["type"] == "json_invalid" and not field:
         return RequestError(f"The body is not valid JSON: {worst['msg'].removeprefix('Invalid JSON: ')}.")
     if worst["type"] == "refused":
         return RequestError(worst["msg"], param=worst["ctx"]["param"], code="unsupported_parameter")
@@ -288,7 +264,13 @@ def sampling(body: Body, index: int) -> inference_pb2.SamplingParams:
         top_k=body.top_k if body.top_k and body.top_k > 0 else None,
         min_p=body.min_p,
         seed=None if body.seed is None else (body.seed + index) % 2**64,
+        repetition_penalty=None if body.repetition_penalty == 1 else body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=[inference_pb2.LogitBias(id=token, bias=bias) for token, bias in (body.logit_bias or {}).items()],
         stop=stop,
+        stop_token_ids=body.stop_token_ids,
+        min_tokens=min(body.min_tokens or 0, UINT32_MAX),
         ignore_eos=bool(body.ignore_eos),
         top_logprobs=body.alternatives(),
     )
@@ -296,13 +278,15 @@ def sampling(body: Body, index: int) -> inference_pb2.SamplingParams:
 
 def to_generate_requests(body: Body, request_id: str) -> list[inference_pb2.GenerateRequest]:
     """One request a choice: the n choices of the first prompt, then those of the second, and so on."""
-    prompts = body.prompts()
-    n = body.choices_per_prompt
+    prompts, n, grammar = body.prompts(), body.choices_per_prompt, body.grammar()
     return [
         inference_pb2.GenerateRequest(
             request_id=f"{request_id}-{prompt_index * n + index}",
             model=body.model,
             sampling=sampling(body, index),
+            grammar=grammar,
+            priority=body.priority,
+            keep_reasoning_in_text=body.keeps_reasoning_in_text(),
             **prompt,
         )
         for prompt_index, prompt in enumerate(prompts)

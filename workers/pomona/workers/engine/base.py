@@ -64,7 +64,8 @@ class Grammar(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request as tokens. `max_tokens` None means whatever the context window leaves; `prompt_param` is the client's
-    own name for the prompt, for errors. `tools_json` (empty: none) makes the text's tool calls be parsed."""
+    own name for the prompt, for errors. `tools_json` (empty: none) makes the text's tool calls be parsed. The last
+    `resumed_tokens` of the prompt are the beginning of the answer, said elsewhere."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -79,6 +80,7 @@ class EngineRequest:
     tools_json: str = ""
     keep_reasoning_in_text: bool = False
     prompt_param: str = "prompt"
+    resumed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,8 @@ measured. Prefill is bound by compute and always gets all.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-from .base import Clock
 
 # Steps that each count is tried for, and after how many steps the others are tried again.
 TRIAL_STEPS = 5
@@ -63,30 +60,30 @@ class ThreadChooser:
 class BlasThreads:
     """Sets the number before each step and learns from how long it took. Does nothing where there is no OpenBLAS."""
 
-    def __init__(self, set_threads: Callable[[int], None] | None, most: int, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, set_threads: Callable[[int], None] | None, most: int) -> None:
         self._set = set_threads if most > 1 else None
         self._most = self._now = most
         self._chooser = ThreadChooser({1, max(1, most // 2), most})
-        self._clock = clock
         self._rows = 0
-        self._ended = 0.0
-        self._steady = False
 
-    def before(self, rows: int, *, prefilling: bool) -> None:
-        if self._set is None:
-            return
-        threads = self._most if prefilling else self._chooser.choose(rows)
-        # A step tells something only if the one before it ran the same way: they overlap.
-        self._steady = not prefilling and (rows, threads) == (self._rows, self._now)
-        self._rows = 0 if prefilling else rows
-        if threads != self._now:
+    def decode(self, rows: int) -> None:
+        """A decode step of so many rows comes."""
+        self._rows = rows
+        self._use(self._chooser.choose(rows))
+
+    def decoded(self, seconds: float) -> None:
+        """It took so long."""
+        if self._set is not None:
+            self._chooser.record(self._rows, self._now, seconds)
+
+    def prefill(self) -> None:
+        """A prompt chunk comes."""
+        self._use(self._most)
+
+    def _use(self, threads: int) -> None:
+        if self._set is not None and threads != self._now:
             self._set(threads)
             self._now = threads
-
-    def after(self) -> None:
-        ended, self._ended = self._ended, self._clock()
-        if self._steady:
-            self._chooser.record(self._rows, self._now, self._ended - ended)
 
 
 def of_this_process() -> BlasThreads:

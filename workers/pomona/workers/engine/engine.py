@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ..errors import EngineError, PomonaError, Unavailable
 from .base import (
@@ -22,15 +21,18 @@ from .base import (
     EngineLoad,
     EngineRequest,
     FinishReason,
+    Piece,
     Runner,
     Share,
     Sink,
     StepPlan,
     StepResult,
+    Text,
     TokenLogprobs,
     TokenOut,
     Usage,
 )
+from .pace import Pace
 from .pools import Pools
 from .scheduler import Rules, Scheduler
 
@@ -44,20 +46,12 @@ GATHER_QUIET_S = 0.004
 GATHER_REQUESTS = 64
 
 
-class Text(Protocol):
-    """The text of one answer (text.stream.TextStream)."""
-
-    def push(self, token: int) -> tuple[str, bool]: ...
-
-    def finish(self) -> tuple[str, bool]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What the engine thread makes for itself at start: everything here touches MLX or the tokenizer."""
 
     make_runner: Callable[[], Runner]
-    new_text: Callable[[tuple[str, ...]], Text]
+    new_text: Callable[[EngineRequest], Text]
     memory: Callable[[], tuple[int, int]]
     context_tokens: int
 
@@ -70,6 +64,7 @@ class _Answer:
     sink: Sink
     text: Text
     generated: int = 0
+    cached_tokens: int = 0
 
 
 class Engine:
@@ -89,6 +84,8 @@ class Engine:
         on_exit: Callable[[EngineError | None], None] = lambda _: None,
         max_queued_requests: int = 1024,
         prefix_cache: bool = True,
+        max_step_s: float = 0.25,
+        chunk_tokens: int = 512,
     ) -> None:
         self._setup = setup
         self._publish = publish
@@ -96,6 +93,7 @@ class Engine:
         self._clock = clock
         self._max_queued = max_queued_requests
         self._prefix_cache = prefix_cache
+        self._pace = Pace(max_step_s, chunk_tokens)
         self._thread = threading.Thread(target=self._main, name="pomona-engine", daemon=True)
         # Guards everything below; notified when there may be work.
         self._lock = threading.Condition()
@@ -120,7 +118,7 @@ class Engine:
         with self._lock:
             if self._scheduler is None or self._parts is None or self._closing:
                 raise Unavailable("this owner has no share" if not self._closing else "this owner stopped")
-            answer = _Answer(request, sink, self._parts.new_text(request.stop))
+            answer = _Answer(request, sink, self._parts.new_text(request))
             self._scheduler.submit(request)
             self._answers[request.request_id] = answer
             self._lock.notify()
@@ -150,7 +148,7 @@ class Engine:
                 rules = Rules(
                     self._parts.context_tokens, share.aux_slots_per_request, self._max_queued, self._prefix_cache
                 )
-                self._scheduler = Scheduler(rules, Pools(**sizes))
+                self._scheduler = Scheduler(rules, Pools(**sizes), self._pace)
             else:
                 refused = self._scheduler.resize(**sizes)
                 self._fail(refused, Unavailable("this owner's share became too small for the request"))
@@ -243,8 +241,10 @@ class Engine:
 
     def _book(self, result: StepResult) -> None:
         self._stepped_at = self._clock()
-        self._count(prompt_tokens=result.prompt_tokens)
-        for token in self._scheduler_in_force().commit(result):
+        booked = self._scheduler_in_force().commit(result)
+        for failed in booked.failed:
+            self._fail([failed.request_id], EngineError(failed.reason))
+        for token in booked.tokens:
             try:
                 self._emit(token)
             except Exception as exc:
@@ -252,29 +252,40 @@ class Engine:
                 self._scheduler_in_force().cancel(token.request_id)
                 error = EngineError(f"the text of this answer failed ({type(exc).__name__}: {exc})")
                 self._fail([token.request_id], error)
+        self._count(prompt_tokens=result.prompt_tokens, generation_tokens=len(booked.tokens))
 
     def _emit(self, token: TokenOut) -> None:
-        """Turn one token into text and queue it; a stop string ends the request here. EOS itself has no text."""
+        """Turn one token into text and queue it; a stop string ends the request here. A stop token has no text."""
         answer = self._answers.get(token.request_id)
         if answer is None:
             return
+        if not answer.generated:
+            answer.cached_tokens = token.cached_tokens
         answer.generated += 1
-        text, stopped = ("", False) if token.finish is FinishReason.STOP else answer.text.push(token.token)
-        if token.finish is not None and not stopped:
-            tail, stopped = answer.text.finish()
-            text += tail
+        pieces = [] if token.finish is FinishReason.STOP else [answer.text.push(token.token)]
+        if token.finish is not None and not any(piece.stopped for piece in pieces):
+            pieces.append(answer.text.finish())
+        stopped = any(piece.stopped for piece in pieces)
         if stopped and token.finish is None:
             self._scheduler_in_force().finish(token.request_id)
-        self._deliver(answer, token, text, FinishReason.STOP if stopped else token.finish)
+        self._deliver(answer, token, pieces, FinishReason.STOP if stopped else token.finish)
 
-    def _deliver(self, answer: _Answer, token: TokenOut, text: str, finish: FinishReason | None) -> None:
-        scores = () if token.logprob is None else (TokenLogprobs(token.token, token.logprob, token.top),)
+    def _deliver(self, answer: _Answer, token: TokenOut, pieces: list[Piece], finish: FinishReason | None) -> None:
         usage = None
         if finish is not None:
-            usage = Usage(len(answer.request.prompt), answer.generated, token.cached_tokens)
+            usage = Usage(len(answer.request.prompt), answer.generated, answer.cached_tokens)
             del self._answers[token.request_id]
-        self._batch.append((answer.sink, Delta((token.token,), text, logprobs=scores, finish=finish, usage=usage)))
-        self._count(generation_tokens=1, finished_requests=int(finish is not None))
+            self._count(finished_requests=1)
+        delta = Delta(
+            ids=(token.token,),
+            text="".join([piece.text for piece in pieces]),
+            reasoning="".join([piece.reasoning for piece in pieces]),
+            tool_calls=tuple([call for piece in pieces for call in piece.tool_calls]),
+            logprobs=() if token.logprob is None else (TokenLogprobs(token.token, token.logprob, token.top),),
+            finish=finish,
+            usage=usage,
+        )
+        self._batch.append((answer.sink, delta))
 
     def _fail(self, request_ids: Iterable[str], error: PomonaError) -> None:
         for request_id in request_ids:

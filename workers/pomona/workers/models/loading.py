@@ -6,7 +6,7 @@ mlx and mlx-lm are imported inside the functions: only a worker process, with it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -51,10 +51,9 @@ def load(
 
     `dtype` is "auto" or a float type that unquantised weights are cast to. "auto" keeps them as they are on a GPU
     and casts halves to float32 on a CPU, where that is 2 to 4 times faster. Quantised weights stay quantised.
-    Raises ModelError when the folder cannot be loaded, or the model's caches cannot be batched.
+    Raises ModelError when the folder cannot be loaded.
     """
     model, config = open_model(source_path, trust_remote_code=trust_remote_code, dtype=dtype)
-    refuse_unbatchable(model, source_path)
     tokenizer = open_tokenizer(source_path, config, trust_remote_code=trust_remote_code)
     _warn_if_slow(model, source_path)
     weights_bytes = _read_weights(model, progress)
@@ -71,7 +70,7 @@ def open_model(source_path: Path, *, trust_remote_code: bool, dtype: str) -> tup
         model, config = load_model(source_path, lazy=True, trust_remote_code=trust_remote_code)
     # What mlx-lm raises for a config or weights that do not fit its model code.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as exc:
-        raise ModelError(f"{source_path} cannot be loaded by mlx-lm: {_sentence(exc)}") from exc
+        raise ModelError(f"{source_path} cannot be loaded by mlx-lm: {sentence(exc)}") from exc
     cast(model, dtype)
     return model, config
 
@@ -85,7 +84,7 @@ def open_tokenizer(source_path: Path, config: dict[str, Any], *, trust_remote_co
         return load_tokenizer(source_path, extra, eos_token_ids=config.get("eos_token_id"))
     # transformers raises whatever its tokenizer classes raise; all of it means that this folder has no usable one.
     except Exception as exc:
-        raise ModelError(f"{source_path} has a tokenizer that cannot be loaded: {_sentence(exc)}") from exc
+        raise ModelError(f"{source_path} has a tokenizer that cannot be loaded: {sentence(exc)}") from exc
 
 
 def context_tokens(config: dict[str, Any]) -> int:
@@ -97,29 +96,6 @@ def context_tokens(config: dict[str, Any]) -> int:
             if isinstance(value, int) and value > 0:
                 return value
     return DEFAULT_CONTEXT_TOKENS
-
-
-def unbatchable(model: Any) -> list[str]:
-    """The names of the model's cache classes that mlx-lm cannot join into a batch; empty when all can be."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return sorted({type(cache).__name__ for cache in flatten(make_prompt_cache(model)) if not hasattr(cache, "merge")})
-
-
-def flatten(caches: Iterable[Any]) -> Iterator[Any]:
-    """The caches themselves, with those inside a CacheList in its place."""
-    for cache in caches:
-        inner = getattr(cache, "caches", None)
-        if isinstance(inner, list | tuple):
-            yield from flatten(inner)
-        else:
-            yield cache
-
-
-def refuse_unbatchable(model: Any, name: object) -> None:
-    """ModelError naming the cache classes when the model cannot run more than one request at a time."""
-    if bad := unbatchable(model):
-        raise ModelError(f"{name} cannot be served: its cache ({', '.join(bad)}) does not batch; choose another model.")
 
 
 def weights_bytes(model: Any) -> int:
@@ -191,7 +167,7 @@ def _warn_if_slow(model: Any, name: object) -> None:
         )
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     """The error's text on one line, cut to a length that a person reads."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = f"missing {text}" if isinstance(error, KeyError) else text

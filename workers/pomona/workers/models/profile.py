@@ -6,13 +6,13 @@ The arithmetic is pure (`kv_pool`); the functions that ask MLX for shapes and si
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CapacityError, ModelError
-from . import loading
+from . import caches, loading
 
 MIN_KV_TOKENS = 2
 
@@ -176,18 +176,18 @@ def budget(fraction: float, ranks_on_host: int = 1) -> int:
     return int(working_set_bytes() * fraction) // ranks_on_host
 
 
-def state_shape(model: Any) -> StateShape:
-    """What the model's caches hold, from the shapes and types of a forward pass that is never evaluated.
+def state_shape(model: Any, make_caches: Callable[[], list[Any]] | None = None) -> StateShape:
+    """What the model's caches (those of `make_caches`, else mlx-lm's) hold, by a forward pass that is never evaluated.
 
     A sliding-window cache is counted as if it grew without end: that is right for contexts up to the window and
     too much beyond it, never too little. Raises ModelError for a cache class whose arrays we cannot tell apart.
     """
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, 2), dtype=mx.int32), cache=caches)
-    shapes = [_cache_shape(cache) for cache in loading.flatten(caches)]
+    made = (make_caches or caches.maker(model))()
+    leaves = list(caches.flatten(made))
+    for cache in leaves:
+        _cache_shape(cache)  # one of an unknown kind is refused before the model may do with it what it likes
+    caches.fill(model, made)
+    shapes = [_cache_shape(cache) for cache in leaves]
     return StateShape(sum(s.kv_bytes_per_token for s in shapes), sum(s.aux_bytes_per_slot for s in shapes))
 
 
@@ -215,36 +215,43 @@ def measure_reserve(model: Any, tokens: int) -> int:
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    caches = make_prompt_cache(model)
+    made = make_prompt_cache(model)
     mx.clear_cache()
     before = int(mx.get_active_memory())
     mx.reset_peak_memory()
-    logits = model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches)
-    mx.eval(logits, [cache.state for cache in caches])
+    logits = model(mx.zeros((1, tokens), dtype=mx.int32), cache=made)
+    mx.eval(logits, [cache.state for cache in made])
     peak = int(mx.get_peak_memory())
-    del logits, caches
+    del logits, made
     mx.clear_cache()
     return max(0, peak - before)
 
 
-def peek(source_path: Path, *, dtype: str = "auto", trust_remote_code: bool = False) -> Peek:
+def peek(
+    source_path: Path, *, dtype: str = "auto", trust_remote_code: bool = False, kv_bits: int | None = None
+) -> Peek:
     """Sizes of a model folder from its safetensors headers, with weights cast as `loading.load` would.
 
-    Unpacks as `shape, weights_bytes, context_tokens`. Raises ModelError as `loading.load` does.
+    Unpacks as `shape, weights_bytes, context_tokens`. Raises OperatorError as `loading.load` and `caches.maker` do.
     """
     model, config = loading.open_model(source_path, trust_remote_code=trust_remote_code, dtype=dtype)
-    loading.refuse_unbatchable(model, source_path)
-    return Peek(state_shape(model), loading.weights_bytes(model), loading.context_tokens(config))
+    return _peek(model, config, kv_bits)
 
 
-def peek_gguf(path: Path, *, dtype: str = "auto") -> Peek:
+def peek_gguf(path: Path, *, dtype: str = "auto", kv_bits: int | None = None) -> Peek:
     """What `peek` says of the folder that a GGUF is converted to for `dtype` ("auto", or one of `gguf.DTYPES`).
 
-    From the header alone, in the time that importing mlx-lm takes. Raises ModelError as `gguf.convert` does.
+    From the header alone, in the time that importing mlx-lm takes. Raises OperatorError as `gguf.convert` and
+    `caches.maker` do.
     """
     from . import gguf
     from .gguf_skeleton import skeleton
 
     model, config = skeleton(path, gguf.resolve_dtype(dtype))
     loading.cast(model, "auto" if dtype == "quantized" else dtype)
-    return Peek(state_shape(model), loading.weights_bytes(model), loading.context_tokens(config))
+    return _peek(model, config, kv_bits)
+
+
+def _peek(model: Any, config: dict[str, Any], kv_bits: int | None) -> Peek:
+    shape = state_shape(model, caches.maker(model, kv_bits))
+    return Peek(shape, loading.weights_bytes(model), loading.context_tokens(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Protocol
 
 from pomona.v1 import inference_pb2
@@ -21,6 +22,7 @@ RESERVED = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "tools",
         "tokenize",
         "tokenizer_kwargs",
         "truncation",
@@ -32,7 +34,9 @@ class Tokenizer(Protocol):
     """The part of mlx-lm's TokenizerWrapper that prompts need."""
 
     has_chat_template: bool
+    has_tool_calling: bool
     bos_token: str | None
+    chat_template: Any
 
     def apply_chat_template(self, messages: list[Any], **kwargs: Any) -> list[int]: ...
 
@@ -44,7 +48,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
 
     def encode(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
         """Token ids of the request's prompt, then those it resumes from. Raises RequestError."""
@@ -58,9 +62,9 @@ class PromptEncoder:
         else:
             raise RequestError("the request has no prompt", param="prompt")
         ids = [*ids, *request.resume_ids]
-        beyond = next((i for i in ids if i >= self._vocab_size), None)
+        beyond = next((i for i in ids if i >= self.vocab_size), None)
         if beyond is not None:
-            raise RequestError(f"token id {beyond} is outside the vocabulary of {self._vocab_size}", param="prompt")
+            raise RequestError(f"token id {beyond} is outside the vocabulary of {self.vocab_size}", param="prompt")
         return tuple(ids)
 
     def _text(self, text: str) -> list[int]:
@@ -80,11 +84,46 @@ class PromptEncoder:
             raise RequestError(
                 f"chat_template_kwargs must not name {', '.join(reserved)}", param="chat_template_kwargs"
             )
+        if tools := _json(chat.tools_json or "[]", list, "tools"):
+            self._require_tool_calling()
+            arguments["tools"] = tools
         tail = "continue_final_message" if chat.continue_final_message else "add_generation_prompt"
         try:
+            messages = [_for_template(message) for message in messages]
             return list(self._tokenizer.apply_chat_template(messages, **{**arguments, tail: True}))
         except Exception as exc:  # a template is the model authors' program: whatever it raises, these messages caused
             raise RequestError(f"the model's chat template refuses these messages: {exc}", param="messages") from exc
+
+    def _require_tool_calling(self) -> None:
+        template = self._tokenizer.chat_template
+        unlisted = isinstance(template, str) and not re.search(r"\btools\b", template)
+        if unlisted or not self._tokenizer.has_tool_calling:
+            raise RequestError(
+                "this model has no tool calling: its chat template lists no tools, or mlx-lm cannot parse its calls",
+                param="tools",
+            )
+
+
+def _for_template(message: Any) -> Any:
+    """The message as templates expect it: content is a string, and a call's arguments are an object, not JSON text."""
+    if not isinstance(message, dict):
+        return message
+    calls = message.get("tool_calls")
+    changed: dict[str, Any] = {"content": ""} if message.get("content") is None else {}
+    if isinstance(calls, list):
+        changed["tool_calls"] = [_call_for_template(call) for call in calls]
+    return {**message, **changed}
+
+
+def _call_for_template(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call  # some templates take the text as it is
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _json(text: str, kind: type, param: str) -> Any:

@@ -1,42 +1,33 @@
-"""From token ids to text, one request at a time: incremental detokenisation, then stop strings."""
+"""From token ids to text, one request at a time: incremental detokenisation, then what the text says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from ..engine.base import Piece
+from .answer import Answer
+from .detokenizer import Detokenizer
 
-from .stops import StopMatcher
-
-
-class Detokenizer(Protocol):
-    """mlx-lm's streaming detokenizers: text comes out only in whole characters."""
-
-    def add_token(self, token: int) -> None: ...
-
-    def finalize(self) -> None: ...
-
-    @property
-    def last_segment(self) -> str: ...
+_NOTHING = Piece()
 
 
 class TextStream:
-    """The text of one answer as it grows."""
+    """The text of one answer as it grows (engine.base.Text)."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, answer: Answer | None = None) -> None:
+        """Without `answer` all text is content, as it comes."""
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops)
+        self._answer = answer
 
-    def push(self, token: int) -> tuple[str, bool]:
-        """Add a token; returns (new text, whether a stop string ended the answer)."""
+    def push(self, token: int) -> Piece:
+        """Add a token (never EOS, nor a stop token); returns what it made certain."""
         self._detokenizer.add_token(token)
-        return self._stops.push(self._detokenizer.last_segment)
+        text = self._detokenizer.last_segment
+        if self._answer is not None:
+            return self._answer.push(text)
+        return Piece(text) if text else _NOTHING
 
-    def finish(self) -> tuple[str, bool]:
+    def finish(self) -> Piece:
         """The answer ended; returns what was held back, and whether that still held a stop string."""
         self._detokenizer.finalize()
         # What finalize adds may be part of a character that the token limit cut: it is no text.
-        text, stopped = self._stops.push(self._detokenizer.last_segment.rstrip("\ufffd"))
-        if stopped:
-            return text, True
-        rest, stopped = self._stops.flush()
-        return text + rest, stopped
+        text = self._detokenizer.last_segment.rstrip("\ufffd")
+        return self._answer.finish(text) if self._answer is not None else Piece(text)

@@ -1,0 +1,161 @@
+"""Sequences that decode in one pass, each in a row of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from .rows import COLUMN_STEP, Planes, Positions, leaves, rows_like
+from .sampling import Sampled, sample
+from .segments import KvSegment, Snapshot, is_state
+from .sequence import Sequence
+
+
+class Batch(Protocol):
+    """Sequences that take a step together."""
+
+    sequences: list[Sequence]
+
+    @property
+    def lengths(self) -> list[int]: ...
+
+    def leave(self, sequence: Sequence) -> None: ...
+
+    def step(self) -> Sampled:
+        """Everybody's next token."""
+        ...
+
+    def advance(self) -> None:
+        """After a step: every sequence holds one more token."""
+        ...
+
+    def kept(self, sequence: Sequence, start: int) -> KvSegment | None: ...
+
+    def snapshot(self, sequence: Sequence) -> Snapshot: ...
+
+
+class SoloBatch:
+    """One sequence in mlx-lm's own caches: for models whose caches rows cannot hold."""
+
+    def __init__(self, model: Any, sequence: Sequence, caches: Ordered[Any]) -> None:
+        self._model = model
+        self._caches = list(caches)
+        self.sequences = [sequence]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [sequence.position for sequence in self.sequences]
+
+    def leave(self, sequence: Sequence) -> None:
+        self.sequences.remove(sequence)
+        self._caches.clear()
+
+    def step(self) -> Sampled:
+        sampled = _launched(self._model, self.sequences, self._caches)
+        mx.eval(sampled.arrays(), [cache.state for cache in self._caches])
+        return sampled
+
+    def advance(self) -> None:
+        self.sequences[0].position += 1
+
+    def kept(self, sequence: Sequence, start: int) -> KvSegment | None:
+        return None
+
+    def snapshot(self, sequence: Sequence) -> Snapshot:
+        return ()
+
+
+def _launched(model: Any, sequences: Ordered[Sequence], caches: Ordered[Any]) -> Sampled:
+    tokens = mx.array([sequence.tokens[-1] for sequence in sequences])
+    logits = model(tokens[:, None], cache=caches)[:, -1, :]
+    masks = [s.matcher.mask() if s.matcher is not None else None for s in sequences]
+    return sample(logits, [s.sampler for s in sequences], masks if any(m is not None for m in masks) else None)
+
+
+class DecodeBatch:
+    """A batch of rows. `like` is a set of the model's caches, for their kinds."""
+
+    def __init__(self, model: Any, like: Ordered[Any], columns: int) -> None:
+        self._model = model
+        self.positions = Positions()
+        self.sequences: list[Sequence] = []
+        self._caches = rows_like(like, self.positions, -(-columns // COLUMN_STEP) * COLUMN_STEP)
+        self._leaves = list(leaves(self._caches))
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.positions.lengths
+
+    def join(self, sequence: Sequence, caches: Ordered[Any]) -> None:
+        """Put a sequence whose prompt is whole into a row at the end: its caches are copied, nobody else's."""
+        self._admit(sequence)
+        for rows, native in zip(self._leaves, leaves(caches), strict=True):
+            rows.put(native)
+        # The next write has to find the row's arrays unshared, or it would copy the batch.
+        mx.eval(self._arrays())
+
+    def take_over(self, sequence: Sequence, other: DecodeBatch) -> None:
+        """Move a sequence here from another batch."""
+        moved = other._row(other.sequences.index(sequence))
+        other.leave(sequence)
+        self._admit(sequence)
+        for rows, row in zip(self._leaves, moved, strict=True):
+            rows.append(row)
+        mx.eval(self._arrays())
+
+    def leave(self, sequence: Sequence) -> None:
+        """Free the row; the last one moves into it."""
+        index, last = self.sequences.index(sequence), len(self.sequences) - 1
+        if index != last:
+            for rows, row in zip(self._leaves, self._row(last), strict=True):
+                rows.replace(index, row)
+            self.sequences[index] = self.sequences[last]
+            self.positions.lengths[index] = self.positions.lengths[last]
+        for rows in self._leaves:
+            rows.pop()
+        del self.sequences[last], self.positions.lengths[last]
+        self.positions.moved()
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.sequences.append(sequence)
+        self.positions.lengths.append(sequence.position)
+        self.positions.moved()
+
+    def _row(self, index: int) -> list[Planes]:
+        """Copies of what a row holds, computed: rows that lazy copies share could not be written in place."""
+        row = [rows.row(index) for rows in self._leaves]
+        mx.eval(row)
+        return row
+
+    def step(self) -> Sampled:
+        for rows in self._leaves:
+            rows.begin()
+        sampled = _launched(self._model, self.sequences, self._caches)
+        mx.eval(sampled.arrays(), self._arrays())
+        return sampled
+
+    def advance(self) -> None:
+        self.positions.advance()
+        for sequence in self.sequences:
+            sequence.position += 1
+
+    def kept(self, sequence: Sequence, start: int) -> KvSegment | None:
+        """Copies of a row's tokens from `start` on; None where a sliding window no longer holds them."""
+        index, end = self.sequences.index(sequence), sequence.position
+        layers = [rows.tokens(index, start, end) for rows in self._leaves if not is_state(rows)]
+        if any(layer is None for layer in layers):
+            return None
+        mx.eval(layers)
+        return KvSegment(end - start, tuple(layer for layer in layers if layer is not None))
+
+    def snapshot(self, sequence: Sequence) -> Snapshot:
+        """Copies of a row's recurrent state."""
+        index = self.sequences.index(sequence)
+        state = tuple(rows.row(index) for rows in self._leaves if is_state(rows))
+        mx.eval(state)
+        return state
+
+    def _arrays(self) -> list[Any]:
+        return [array for rows in self._leaves for array in rows.arrays()]
