@@ -34,7 +34,9 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
     """Load the model that the spec names and profile it. Runs on the engine thread. Raises OperatorError."""
     import mlx.core as mx
 
+    from .engine.rows import unbatchable
     from .models import caches, loading, profile
+    from .models.last_token import only_last_token
 
     path = local_folder(spec, report)
     report(Progress(Stage.READING))
@@ -46,6 +48,11 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
     )
     context = context_tokens(spec, model.context_tokens)
     make_caches = caches.maker(model.model, spec.kv_bits)
+    if kinds := unbatchable(make_caches()):
+        log.warning(
+            "%s: its requests are computed one by one, since %s cannot be batched", spec.model, ", ".join(kinds)
+        )
+    only_last_token(model.model)
     report(Progress(Stage.MEASURING))
     budget = profile.budget(spec.mem_fraction_static, spec.ranks_on_host)
     reserve = profile.measure_reserve(model.model, min(spec.chunked_prefill_size, context))
@@ -66,7 +73,7 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
     mx.set_cache_limit(reserve)
     vocab_size = _vocab_size(model.model, model.config, model.tokenizer)
     parts = EngineParts(
-        make_runner=lambda: _runner(model, make_caches, vocab_size),
+        make_runner=lambda: _runner(model, make_caches, vocab_size, memory.kv_tokens),
         new_text=_texts(model.tokenizer),
         memory=lambda: (mx.get_active_memory() + mx.get_cache_memory(), budget),
         context_tokens=context,
@@ -111,12 +118,19 @@ def _vocab_size(model: Any, config: dict[str, Any], tokenizer: Any) -> int:
     return int(text.get("vocab_size") or len(tokenizer))
 
 
-def _runner(model: Any, make_caches: Callable[[], list[Any]], vocab_size: int) -> Any:
+def _runner(model: Any, make_caches: Callable[[], list[Any]], vocab_size: int, kv_tokens: int) -> Any:
     from .engine.calibration import step_cost
     from .engine.runner import ModelRunner
 
     cost = step_cost(model.model, make_caches)
-    return ModelRunner(model.model, make_caches, eos=model.tokenizer.eos_token_ids, vocab_size=vocab_size, cost=cost)
+    return ModelRunner(
+        model.model,
+        make_caches,
+        eos=model.tokenizer.eos_token_ids,
+        vocab_size=vocab_size,
+        kv_tokens=kv_tokens,
+        cost=cost,
+    )
 
 
 def _texts(tokenizer: Any) -> Callable[[EngineRequest], Text]:

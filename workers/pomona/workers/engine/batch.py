@@ -3,20 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from .rows import COLUMN_STEP, Planes, Positions, leaves, rows_like
+from .rows import Planes, Positions, leaves, rows_like
 from .sampling import Sampled, sample
 from .segments import KvSegment, Snapshot, is_state
 from .sequence import Sequence
+
+# A batch that grows gets so many columns more than it needs where there is room, and where there is none.
+SPARE_COLUMNS = 128
+TIGHT_COLUMNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a batch has allocated."""
+
+    rows: int = 0
+    columns: int = 0
+
+    @property
+    def cells(self) -> int:
+        """KV tokens' worth of memory."""
+        return self.rows * self.columns
+
+    def holds(self, other: Size) -> bool:
+        return self.rows >= other.rows and self.columns >= other.columns
+
+    def grown(self, needed: Size) -> Size:
+        """With room to spare in what has to grow: growing copies the batch, so it has to be rare."""
+        rows = self.rows if self.rows >= needed.rows else needed.rows + max(1, needed.rows // 2)
+        spare = max(SPARE_COLUMNS, needed.columns // 4)
+        return Size(rows, self.columns if self.columns >= needed.columns else needed.columns + spare)
+
+    def tight(self) -> Size:
+        return Size(self.rows, self.columns + TIGHT_COLUMNS)
 
 
 class Batch(Protocol):
     """Sequences that take a step together."""
 
     sequences: list[Sequence]
+
+    @property
+    def size(self) -> Size: ...
 
     @property
     def lengths(self) -> list[int]: ...
@@ -43,6 +76,10 @@ class SoloBatch:
         self._model = model
         self._caches = list(caches)
         self.sequences = [sequence]
+
+    @property
+    def size(self) -> Size:
+        return Size(1, sum(self.lengths))
 
     @property
     def lengths(self) -> list[int]:
@@ -77,16 +114,28 @@ def _launched(model: Any, sequences: Ordered[Sequence], caches: Ordered[Any]) ->
 class DecodeBatch:
     """A batch of rows. `like` is a set of the model's caches, for their kinds."""
 
-    def __init__(self, model: Any, like: Ordered[Any], columns: int) -> None:
+    def __init__(self, model: Any, like: Ordered[Any]) -> None:
         self._model = model
         self.positions = Positions()
         self.sequences: list[Sequence] = []
-        self._caches = rows_like(like, self.positions, -(-columns // COLUMN_STEP) * COLUMN_STEP)
+        self.size = Size()
+        self._caches = rows_like(like, self.positions)
         self._leaves = list(leaves(self._caches))
 
     @property
     def lengths(self) -> list[int]:
         return self.positions.lengths
+
+    def needed(self, *more: int) -> Size:
+        """The least that the next step needs, with rows of `more` tokens each beside those that are here."""
+        lengths = [*self.lengths, *more]
+        return Size(len(lengths), max(lengths, default=0) + 1)
+
+    def resize(self, size: Size) -> None:
+        """Allocate `size`, which has to hold what is needed."""
+        self.size = size
+        for rows in self._leaves:
+            rows.resize(size.rows, size.columns)
 
     def join(self, sequence: Sequence, caches: Ordered[Any]) -> None:
         """Put a sequence whose prompt is whole into a row at the end: its caches are copied, nobody else's."""

@@ -32,7 +32,9 @@ def step_cost(model: Any, make_caches: Callable[[], list[Any]]) -> StepCost:
 
 def _seconds(model: Any, kinds: Sequence[Any], like: Sequence[Any], rows: int, tokens: int) -> float:
     positions = Positions()
-    caches = rows_like(kinds, positions, tokens + 8)
+    caches = rows_like(kinds, positions)
+    for held in leaves(caches):
+        held.resize(rows, tokens + 8)
     for _ in range(rows):
         positions.lengths.append(tokens)
         for held, native in zip(leaves(caches), leaves(like), strict=True):

@@ -40,8 +40,9 @@ class Kept:
     def slots(self) -> int:
         return self._cache.slots
 
-    def begin_step(self, plan: StepPlan) -> None:
-        self._room = plan.cache_tokens if self._possible else 0
+    def begin_step(self, plan: StepPlan, memory: int) -> None:
+        """`memory`: KV tokens not allocated to prompts and rows, of whose padding the plan knows nothing."""
+        self._room = max(0, min(plan.cache_tokens, memory)) if self._possible else 0
         self._slots = plan.cache_slots
         self._shrink()
 

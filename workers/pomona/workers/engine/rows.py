@@ -15,10 +15,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
-# Columns and rows are added in steps of so many, so that growing (which copies) is rare.
-COLUMN_STEP = 256
-GROWTH = 1.25
-
 Planes = tuple[Any, ...]  # the arrays that hold keys and values: two, or six where they are quantised
 
 
@@ -67,6 +63,9 @@ class Rows(Protocol):
     def begin(self) -> None:
         """A step begins."""
 
+    def resize(self, rows: int, columns: int) -> None:
+        """Allocate so many rows and columns: at least those in use."""
+
     def put(self, native: Any) -> None:
         """Add a row at the end that holds what `native` holds."""
 
@@ -88,9 +87,9 @@ class Rows(Protocol):
 class RowKV:
     """Keys and values that grow: [rows, heads, columns, width], one array a plane."""
 
-    def __init__(self, positions: Positions, like: Any, columns: int) -> None:
+    def __init__(self, positions: Positions, like: Any) -> None:
         self._positions = positions
-        self._columns = columns
+        self._size = (0, 0)
         self._planes: list[Any] = []
         self.offset: Any = 0
         if isinstance(like, QuantizedKVCache):  # mlx-lm asks hasattr(cache, "bits")
@@ -131,7 +130,13 @@ class RowKV:
 
     def begin(self) -> None:
         self.offset = self._positions.offset()
-        self._reserve(self._width())
+
+    def resize(self, rows: int, columns: int) -> None:
+        self._size = (rows, columns)
+        for i, plane in enumerate(self._planes):
+            self._planes[i] = _resized(plane, rows, columns)
+            del plane
+            mx.eval(self._planes[i])  # one plane at a time is held twice, not all of them
 
     def put(self, native: Any) -> None:
         length = native.offset
@@ -141,10 +146,8 @@ class RowKV:
         # The positions have the new row already.
         index, length = len(self._positions) - 1, planes[0].shape[2]
         if not self._planes:
-            self._planes = [mx.zeros((1, p.shape[1], self._columns, p.shape[3]), dtype=p.dtype) for p in planes]
-        held, columns = self._planes[0].shape[0], self._planes[0].shape[2]
-        if index >= held or length >= columns:
-            self._grow(max(held, _more(index + 1)), max(columns, self._wanted(length + 1)))
+            rows, columns = self._size
+            self._planes = [mx.zeros((rows, p.shape[1], columns, p.shape[3]), dtype=p.dtype) for p in planes]
         for plane, part in zip(self._planes, planes, strict=True):
             plane[index : index + 1, :, :length] = part
 
@@ -167,22 +170,6 @@ class RowKV:
         return list(self._planes)
 
     # -- storage ------------------------------------------------------------------------------------------------
-
-    def _reserve(self, columns: int) -> None:
-        if columns > self._planes[0].shape[2]:
-            self._grow(self._planes[0].shape[0], self._wanted(columns))
-
-    def _wanted(self, columns: int) -> int:
-        present = self._planes[0].shape[2] if self._planes else 0
-        return -(-max(columns, min(int(present * GROWTH), columns + COLUMN_STEP)) // COLUMN_STEP) * COLUMN_STEP
-
-    def _grow(self, rows: int, columns: int) -> None:
-        for i, plane in enumerate(self._planes):
-            bigger = mx.zeros((rows, plane.shape[1], columns, plane.shape[3]), dtype=plane.dtype)
-            bigger[: plane.shape[0], :, : plane.shape[2]] = plane
-            self._planes[i] = bigger
-            del plane
-            mx.eval(bigger)  # one plane at a time is held twice, not all of them
 
     def _column(self, length: int) -> int:
         return length
@@ -217,9 +204,12 @@ class RowKV:
 class RowRing(RowKV):
     """Keys and values of a sliding window: token p lies in column p % window. Attention does not mind the order."""
 
-    def __init__(self, positions: Positions, like: Any, columns: int) -> None:
+    def __init__(self, positions: Positions, like: Any) -> None:
         self._window = int(like.max_size)
-        super().__init__(positions, like, min(columns, self._window))
+        super().__init__(positions, like)
+
+    def resize(self, rows: int, columns: int) -> None:
+        super().resize(rows, min(columns, self._window))
 
     def make_mask(self, _: int, return_array: bool = False, window_size: int | None = None) -> Any:
         positions, window = self._positions, min(window_size or self._window, self._window)
@@ -250,9 +240,6 @@ class RowRing(RowKV):
         columns = mx.array([p % self._window for p in range(start, end)])
         return tuple(mx.take(plane[index : index + 1], columns, axis=2) for plane in self._planes)
 
-    def _wanted(self, columns: int) -> int:
-        return min(super()._wanted(columns), self._window)
-
     def _column(self, length: int) -> int:
         return length % self._window
 
@@ -260,13 +247,16 @@ class RowRing(RowKV):
 class RowState(ArraysCache):  # type: ignore[misc]  # mlx-lm is untyped
     """Recurrent state: exactly one entry a row, since models replace the arrays whole at every step."""
 
-    def __init__(self, positions: Positions, like: Any, columns: int) -> None:
+    def __init__(self, positions: Positions, like: Any) -> None:
         super().__init__(len(like.cache))
         self.cache: list[Any]
         self._rows = 0
 
     def begin(self) -> None:
         pass
+
+    def resize(self, rows: int, columns: int) -> None:
+        pass  # it is never larger than its rows
 
     def put(self, native: Any) -> None:
         self.append(tuple(native.cache))
@@ -317,13 +307,13 @@ def _fits(leaf: Any) -> bool:
     return type(leaf) in ROWS_OF and not getattr(leaf, "keep", 0)
 
 
-def rows_like(caches: Sequence[Any], positions: Positions, columns: int) -> list[Any]:
+def rows_like(caches: Sequence[Any], positions: Positions) -> list[Any]:
     """Empty rows in the shape of a model's caches."""
 
     def one(cache: Any) -> Any:
         if isinstance(cache, CacheList):
             return CacheList(*(one(inner) for inner in cache.caches))
-        return ROWS_OF[type(cache)](positions, cache, columns)
+        return ROWS_OF[type(cache)](positions, cache)
 
     return [one(cache) for cache in caches]
 
@@ -334,6 +324,9 @@ def planes(native: Any) -> Planes:
     return tuple(array for part in parts for array in (part if isinstance(part, list | tuple) else (part,)))
 
 
-def _more(rows: int) -> int:
-    """Rows to allocate where `rows` are needed."""
-    return max(rows, min(2 * rows, rows + 4))
+def _resized(plane: Any, rows: int, columns: int) -> Any:
+    """A copy with other numbers of rows and columns; what both have is kept."""
+    kept_rows, kept_columns = min(rows, plane.shape[0]), min(columns, plane.shape[2])
+    resized = mx.zeros((rows, plane.shape[1], columns, plane.shape[3]), dtype=plane.dtype)
+    resized[:kept_rows, :, :kept_columns] = plane[:kept_rows, :, :kept_columns]
+    return resized

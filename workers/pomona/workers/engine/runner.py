@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from . import blas_threads
 from .base import Admitted, Chunk, Failed, Prefilled, StepPlan, StepResult, StepTimes, TokenOut
+from .batches import Batches
 from .decoder import NOT_A_NUMBER, Decoder, token_out
 from .kept import Kept
 from .sampling import sample
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Runs one model. `make_caches` makes mlx-lm's caches of one sequence."""
+    """Runs one model. `make_caches` makes mlx-lm's caches of one sequence; `kv_tokens` is what memory holds of them."""
 
     def __init__(
         self,
@@ -30,23 +31,26 @@ class ModelRunner:
         *,
         eos: Collection[int],
         vocab_size: int,
+        kv_tokens: int = 1 << 62,
         cost: StepCost | None = None,
     ) -> None:
         self._model = model
         self._eos = frozenset(eos)
         self._vocab_size = vocab_size
         self._blas = blas_threads.of_this_process()
+        self._kv_tokens = kv_tokens
         self._kept = Kept(make_caches)
-        self._decoder = Decoder(model, make_caches(), self._blas, cost or StepCost())
+        cost = cost or StepCost()
+        self._batches = Batches(model, make_caches(), cost, kv_tokens)
+        self._decoder = Decoder(self._batches, self._blas, cost)
         self._prompts: dict[str, Sequence] = {}  # not whole yet
-        self._answers: dict[str, Sequence] = {}  # in the decoder
+        self._answers: dict[str, Sequence] = {}  # in a batch
 
     def step(self, plan: StepPlan) -> StepResult:
         for request_id in plan.leave:
             self._drop(request_id)
-        self._kept.begin_step(plan)
-        for admitted in plan.start:
-            self._start(admitted)
+        self._kept.begin_step(plan, self._kv_tokens - self._held)
+        refused = [failed for admitted in plan.start for failed in self._start(admitted)]
         decoded = self._decoder.step()
         for failed in decoded.failed:
             self._lose(failed.request_id)
@@ -57,25 +61,34 @@ class ModelRunner:
         return StepResult(
             tokens=(*decoded.tokens, *(token for chunk in chunks for token in chunk.tokens)),
             prefilled=tuple(p for chunk in chunks for p in chunk.prefilled),
-            failed=(*decoded.failed, *(failed for chunk in chunks for failed in chunk.failed)),
+            failed=(*refused, *decoded.failed, *(failed for chunk in chunks for failed in chunk.failed)),
             prompt_tokens=sum(chunk.prompt_tokens for chunk in chunks),
             cached_tokens=self._kept.tokens,
             cached_slots=self._kept.slots,
             times=StepTimes(decoded.seconds, time.perf_counter() - started if chunks else 0.0),
         )
 
+    @property
+    def _held(self) -> int:
+        """KV tokens' worth of memory that prompts and rows have allocated."""
+        return self._batches.cells + sum(len(s.tokens) for s in self._prompts.values() if s.caches is not None)
+
     def close(self) -> None:
         self._prompts.clear()
         self._answers.clear()
-        self._decoder.clear()
+        self._batches.clear()
         self._kept.clear()
         mx.clear_cache()
 
     # -- coming and going ---------------------------------------------------------------------------------------
 
-    def _start(self, admitted: Admitted) -> None:
-        sequence = Sequence(admitted, eos=self._eos, vocab_size=self._vocab_size)
-        self._prompts[sequence.request_id] = sequence
+    def _start(self, admitted: Admitted) -> list[Failed]:
+        request_id = admitted.request.request_id
+        try:
+            self._prompts[request_id] = Sequence(admitted, eos=self._eos, vocab_size=self._vocab_size)
+        except ValueError as exc:  # a grammar that is over its limits
+            return [Failed(request_id, str(exc))]
+        return []
 
     def _drop(self, request_id: str) -> None:
         """Somebody left, or was preempted; what was computed may be kept."""
@@ -83,15 +96,15 @@ class ModelRunner:
             self._retire(self._answers[request_id])
 
     def _retire(self, sequence: Sequence) -> None:
-        self._kept.keep_row(sequence, self._decoder.batch_of(sequence))
-        self._decoder.leave(sequence)
+        self._kept.keep_row(sequence, self._batches.of(sequence))
+        self._batches.remove(sequence)
         del self._answers[sequence.request_id]
 
     def _lose(self, request_id: str) -> None:
         """A sequence failed: nothing of it can be trusted."""
         sequence = self._answers.pop(request_id)
-        if self._decoder.holds(sequence):
-            self._decoder.leave(sequence)
+        if self._batches.holds(sequence):
+            self._batches.remove(sequence)
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -131,13 +144,14 @@ class ModelRunner:
         out = token_out(sequence, sampled.tokens.tolist()[0], sampled, 0)  # type: ignore[index,arg-type]
         del self._prompts[sequence.request_id]
         if out.finish is None:
-            self._decoder.join(sequence)
+            caches, sequence.caches = sequence.caches, None
+            self._batches.add(sequence, caches or [])
             self._answers[sequence.request_id] = sequence
         return out
 
     def _failed(self, sequence: Sequence, reason: str) -> StepResult:
         self._prompts.pop(sequence.request_id, None)
         self._answers.pop(sequence.request_id, None)
-        if self._decoder.holds(sequence):
-            self._decoder.leave(sequence)
+        if self._batches.holds(sequence):
+            self._batches.remove(sequence)
         return StepResult(failed=(Failed(sequence.request_id, reason),))

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, RotatingKVCache
 
-from .rows import COLUMN_STEP, Planes, leaves, planes
+from .rows import Planes, leaves, planes
 
 Snapshot = tuple[Planes, ...]  # the arrays of each state cache of the model, in order
 
@@ -80,9 +80,8 @@ def restored(
 def _fill(leaf: Any, parts: Sequence[Sequence[Any]], length: int, capacity: int) -> None:
     """`parts`: for each segment its planes."""
     # mlx-lm's caches copy what they hold whenever they grow by a `step`: one is enough.
-    room = -(-capacity // COLUMN_STEP) * COLUMN_STEP
     if hasattr(leaf, "step") and not isinstance(leaf, RotatingKVCache):
-        leaf.step = room
+        leaf.step = capacity
     if not length:
         return
     joined = [mx.concatenate(list(plane), axis=2) for plane in zip(*parts, strict=True)]
@@ -90,8 +89,8 @@ def _fill(leaf: Any, parts: Sequence[Sequence[Any]], length: int, capacity: int)
     if isinstance(leaf, RotatingKVCache):
         joined = [plane[:, :, -leaf.max_size :] for plane in joined]
         leaf._idx = joined[0].shape[2]
-    elif room > length:
-        joined = [mx.pad(plane, [(0, 0), (0, 0), (0, room - length), (0, 0)]) for plane in joined]
+    elif capacity > length:
+        joined = [mx.pad(plane, [(0, 0), (0, 0), (0, capacity - length), (0, 0)]) for plane in joined]
     half = len(joined) // 2
     quantized = isinstance(leaf, QuantizedKVCache)
     # mlx-lm assigns to the items of quantised keys and values: they have to be lists.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,6 +16,8 @@ import numpy as np
 FORGETTING = 0.99
 # Splitting or joining has to save so much of a step; else batches would change at every noise.
 WORTH = 0.05
+# How many times a cell counts where memory is short.
+WEIGHTS = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +68,43 @@ def _not_negative(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
     return 0.0, 0.0, 0.0
 
 
-def best_split(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:
+def best_split(lengths: Sequence[int], cost: StepCost, most_cells: int | None = None) -> list[list[int]]:
     """The cheapest batches of rows with these lengths, as indices; the longest rows first.
+
+    Where padding would take more than `most_cells`, cells count more and more; at last only equal rows go together.
+    """
+    for weight in WEIGHTS:
+        split = _split(lengths, cost, weight)
+        if most_cells is None or shape_of([[lengths[i] for i in part] for part in split]).cells <= most_cells:
+            return split
+    order = _longest_first(lengths)
+    runs = _runs([lengths[i] for i in order])
+    return [order[start:end] for start, end in pairwise(runs)]
+
+
+def _split(lengths: Sequence[int], cost: StepCost, weight: int) -> list[list[int]]:
+    """The cheapest split, cells counted `weight` times.
 
     Rows that go together are neighbours in length, so it is enough to choose where to cut the sorted list: dynamic
     programming over the cuts, O(distinct lengths squared) after rounding lengths up to the model's resolution.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    if not order or _padding_is_cheap(lengths, cost):
+    order = _longest_first(lengths)
+    if not order or _padding_is_cheap(lengths, cost, weight):
         return [order] if order else []
-    steps = _runs([_rounded(lengths[i]) for i in order])
+    runs = _runs([_rounded(lengths[i]) for i in order])
+
+    def of(start: int, end: int) -> float:
+        """Seconds of one batch of the runs [start, end)."""
+        rows, longest = runs[end] - runs[start], lengths[order[runs[start]]]
+        return cost.of(Shape(1, rows, rows * longest * weight))
+
+    # For each end: the least seconds up to there, and where its last batch begins.
     best: list[tuple[float, int]] = [(0.0, 0)]
-    for end in range(1, len(steps)):
-        best.append(
-            min(
-                (
-                    best[start][0]
-                    + cost.of(
-                        Shape(1, steps[end] - steps[start], (steps[end] - steps[start]) * lengths[order[steps[start]]])
-                    ),
-                    start,
-                )
-                for start in range(end)
-            )
-        )
-    cuts, end = [], len(steps) - 1
+    for end in range(1, len(runs)):
+        best.append(min((best[start][0] + of(start, end), start) for start in range(end)))
+    cuts, end = [], len(runs) - 1
     while end:
-        cuts.append((steps[best[end][1]], steps[end]))
+        cuts.append((runs[best[end][1]], runs[end]))
         end = best[end][1]
     return [order[start:stop] for start, stop in reversed(cuts)]
 
@@ -102,9 +115,13 @@ def worth_changing(present: Sequence[Sequence[int]], best: Sequence[Sequence[int
     return now - cost.of(shape_of(best)) > WORTH * now
 
 
-def _padding_is_cheap(lengths: Sequence[int], cost: StepCost) -> bool:
+def _padding_is_cheap(lengths: Sequence[int], cost: StepCost, weight: int) -> bool:
     padding = len(lengths) * max(lengths) - sum(lengths)
-    return cost.of(Shape(0, 0, padding)) <= cost.of(Shape(1, 0, 0))
+    return cost.of(Shape(0, 0, padding * weight)) <= cost.of(Shape(1, 0, 0))
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
 
 def _rounded(length: int) -> int:
