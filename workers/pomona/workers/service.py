@@ -42,6 +42,7 @@ class AnswerQueue:
     def __init__(self) -> None:
         self._deltas: deque[Delta] = deque()
         self._some = asyncio.Event()
+        self._late = False
         self.ended = False
 
     def put(self, delta: Delta) -> None:
@@ -51,18 +52,30 @@ class AnswerQueue:
 
     async def deltas(self, deadline: float) -> AsyncIterator[Delta]:
         """Merged deltas until the last one. Raises the answer's error, or TimeoutError past the loop's `deadline`."""
-        while not self.ended:
-            # Around the wait alone: while a generator stands at its yield, a timeout would cancel whoever iterates.
-            async with asyncio.timeout_at(deadline):
+        # One timer an answer, which only wakes: a timeout around each wait would be made anew for every token, and one
+        # around the loop would cancel whoever iterates while this stands at its yield.
+        timer = asyncio.get_running_loop().call_at(deadline, self._expire)
+        try:
+            while not self.ended:
                 await self._some.wait()
-            self._some.clear()
-            waiting, self._deltas = list(self._deltas), deque()
-            delta = merge(waiting)
-            self.ended = delta.last
-            if delta.ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish is not None:
-                yield delta
-            if delta.error is not None:
-                raise delta.error
+                self._some.clear()
+                if not self._deltas:
+                    raise TimeoutError
+                waiting, self._deltas = list(self._deltas), deque()
+                delta = merge(waiting)
+                self.ended = delta.last
+                if delta.ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish is not None:
+                    yield delta
+                if delta.error is not None:
+                    raise delta.error
+                if self._late and not self.ended:
+                    raise TimeoutError
+        finally:
+            timer.cancel()
+
+    def _expire(self) -> None:
+        self._late = True
+        self._some.set()
 
 
 def merge(deltas: list[Delta]) -> Delta:

@@ -110,7 +110,7 @@ def abort_connection(send: Send) -> None:
     read. uvicorn's `send` is a method of the object that holds the transport; other servers are left alone.
     """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if isinstance(transport, asyncio.WriteTransport):
+    if transport is not None and hasattr(transport, "abort"):  # asyncio's or uvloop's
         connection = transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)

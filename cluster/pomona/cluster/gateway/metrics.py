@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from enum import Enum
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
@@ -37,6 +39,14 @@ class Shed(Enum):
     UNAVAILABLE = "unavailable"
 
 
+class ModelSeries(NamedTuple):
+    """One model's series of what every message counts."""
+
+    first_token: Histogram
+    inter_token: Histogram
+    generation_tokens: Counter
+
+
 class GatewayMetrics:
     """All series of one gateway on a registry of their own. `clock` gives monotonic seconds."""
 
@@ -60,6 +70,13 @@ class GatewayMetrics:
 
     def _seconds(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, ("model",), registry=self.registry, buckets=SECONDS)
+
+    @functools.cache  # noqa: B019 - models are few, and a gateway has one of these for life
+    def of_model(self, model: str) -> ModelSeries:
+        """What every message counts: looking labels up costs more than counting."""
+        return ModelSeries(
+            self.first_token.labels(model), self.inter_token.labels(model), self.generation_tokens.labels(model)
+        )
 
     def start(self, route: Route) -> RequestRecord:
         """Begins to measure one request."""
@@ -91,13 +108,13 @@ class RequestRecord:
 
     def generated(self, choice: int, tokens: int) -> None:
         """Tokens of one message of one choice."""
-        now_s = self._metrics.clock()
+        now_s, series = self._metrics.clock(), self._metrics.of_model(self._model)
         if choice in self._last_s:
-            self._metrics.inter_token.labels(self._model).observe((now_s - self._last_s[choice]) / max(1, tokens))
+            series.inter_token.observe((now_s - self._last_s[choice]) / max(1, tokens))
         elif not self._last_s:
-            self._metrics.first_token.labels(self._model).observe(now_s - self._began_s)
+            series.first_token.observe(now_s - self._began_s)
         self._last_s[choice] = now_s
-        self._metrics.generation_tokens.labels(self._model).inc(tokens)
+        series.generation_tokens.inc(tokens)
 
     def prompt(self, tokens: int, cached: int) -> None:
         self._metrics.prompt_tokens.labels(self._model).inc(tokens)
