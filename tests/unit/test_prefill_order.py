@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pomona.workers.engine.base import Chunk, EngineRequest, Failed, FinishReason, Prefilled, StepResult, StepTimes
 from pomona.workers.engine.pace import MIN_CHUNK_TOKENS, Pace
 from pomona.workers.engine.pools import Pools
-from pomona.workers.engine.prefill_order import STARVED_STEPS, common_prefix, find_hold, share
+from pomona.workers.engine.prefill_order import OVERRUN_TOKENS, STARVED_STEPS, common_prefix, find_hold, share
 from pomona.workers.engine.requests import Live, Phase
 from pomona.workers.engine.scheduler import Rules, Scheduler
 from scheduling import chunked, request, result, scheduler, started, step, submit_all, token
@@ -45,6 +45,11 @@ def test_crumbs_that_end_a_prompt_are():
     assert share(60, [prompt("a", 50), prompt("b", 500), prompt("c", 10)], step=1) == (Chunk("c", 10), Chunk("a", 50))
 
 
+def test_a_prompt_that_a_chunk_nearly_ends_is_ended():
+    assert share(64, [prompt("a", 90)], step=1) == (Chunk("a", 90),)
+    assert share(64, [prompt("a", 97)], step=1) == (Chunk("a", 64),)
+
+
 def test_a_budget_below_the_least_chunk_goes_to_one():
     assert share(5, [prompt("a", 50), prompt("b", 60)], step=1) == (Chunk("a", 5),)
 
@@ -65,7 +70,7 @@ def test_of_two_starved_prompts_the_one_without_for_longer_goes_first():
 def test_a_budget_is_kept_and_no_chunk_is_tiny_without_need(sizes, budget, step):
     prompts = [prompt(str(n), size, arrival=n, served_step=n % 3) for n, size in enumerate(sizes)]
     chunks = share(budget, prompts, step)
-    assert 0 < sum(chunk.tokens for chunk in chunks) <= budget
+    assert 0 < sum(chunk.tokens for chunk in chunks) <= budget + min(OVERRUN_TOKENS, budget // 2)
     assert len({chunk.request_id for chunk in chunks}) == len(chunks)
     for chunk in chunks:
         size = sizes[int(chunk.request_id)]
@@ -166,12 +171,12 @@ def test_beside_a_stream_prompts_get_what_the_measured_pace_allows():
     engine.plan()
     took = StepTimes(0.0, 0.05)
     engine.commit(StepResult((token("a"),), (Prefilled("a", 40, 0),), prompt_tokens=40, times=took))
-    same.observe(took, prompt_tokens=40, decoding=0, chunks=1)
+    same.observe(took, prompt_tokens=40, decoding=0)
     engine.submit(request("b", prompt=600))
-    assert engine.plan().prefill == (Chunk("b", same.budget(streams=True, prompts=1)),)
+    assert engine.plan().prefill == (Chunk("b", same.budget(streams=True)),)
     engine.commit(StepResult((token("a"),), times=StepTimes(0.05, 0.0)))
-    same.observe(StepTimes(0.05, 0.0), prompt_tokens=0, decoding=1, chunks=0)
-    assert engine.plan().prefill == (Chunk("b", same.budget(streams=True, prompts=1)),)
+    same.observe(StepTimes(0.05, 0.0), prompt_tokens=0, decoding=1)
+    assert engine.plan().prefill == (Chunk("b", same.budget(streams=True)),)
 
 
 def sharing(*prompts, **sizes):

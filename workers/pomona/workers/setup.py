@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environment
-from .engine.base import EngineRequest, Text
+from .engine.base import EngineRequest, MemoryUse, Text
 from .engine.engine import EngineParts
 from .errors import OperatorError
 from .models.profile import MemoryProfile
@@ -75,7 +75,7 @@ def prepare(spec: WorkerSpec, report: Report) -> Loaded:
     parts = EngineParts(
         make_runner=lambda: _runner(model, make_caches, vocab_size, memory.kv_tokens),
         new_text=_texts(model.tokenizer),
-        memory=lambda: (mx.get_active_memory() + mx.get_cache_memory(), budget),
+        memory=lambda: MemoryUse(mx.get_active_memory(), mx.get_cache_memory(), budget),
         context_tokens=context,
     )
     return Loaded(parts, memory, model.tokenizer, vocab_size)

@@ -158,11 +158,13 @@ def to_load_report(load: EngineLoad, *, now: float, seq: int, incarnation: str) 
         aux_slots=_to_pool(load.aux_slots),
         aux_slots_per_request=load.aux_slots_per_request,
         active_bytes=load.active_bytes,
+        cache_bytes=load.cache_bytes,
         limit_bytes=load.limit_bytes,
         finished_requests=load.counters.finished_requests,
         failed_requests=load.counters.failed_requests,
         prompt_tokens=load.counters.prompt_tokens,
         generation_tokens=load.counters.generation_tokens,
+        preempted_requests=load.counters.preempted_requests,
     )
 
 

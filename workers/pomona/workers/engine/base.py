@@ -271,11 +271,21 @@ class Counters:
     failed_requests: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    preempted_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory as MLX counts it: of the limit, what is in use and what MLX keeps of freed buffers. 0 where unknown."""
+
+    active_bytes: int = 0
+    cache_bytes: int = 0
+    limit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An absolute snapshot of the engine. `stepped_at` is on the engine's clock; bytes are 0 where unknown."""
+    """An absolute snapshot of the engine. `stepped_at` is on the engine's clock; bytes are those of MemoryUse."""
 
     epoch: int
     running: int
@@ -287,6 +297,7 @@ class EngineLoad:
     counters: Counters
     stepped_at: float
     active_bytes: int = 0
+    cache_bytes: int = 0
     limit_bytes: int = 0
 
 

@@ -21,6 +21,7 @@ from .base import (
     EngineLoad,
     EngineRequest,
     FinishReason,
+    MemoryUse,
     Piece,
     Runner,
     Share,
@@ -52,7 +53,7 @@ class EngineParts:
 
     make_runner: Callable[[], Runner]
     new_text: Callable[[EngineRequest], Text]
-    memory: Callable[[], tuple[int, int]]
+    memory: Callable[[], MemoryUse]
     context_tokens: int
 
 
@@ -304,7 +305,7 @@ class Engine:
 
     def _load(self) -> EngineLoad:
         scheduler, share = self._scheduler_in_force(), self._share
-        active, limit = self._parts.memory() if self._parts is not None else (0, 0)
+        memory = self._parts.memory() if self._parts is not None else MemoryUse()
         return EngineLoad(
             epoch=share.epoch if share else 0,
             running=scheduler.running,
@@ -313,10 +314,11 @@ class Engine:
             kv_tokens=scheduler.pools.kv_tokens.view(),
             aux_slots=scheduler.pools.aux_slots.view(),
             aux_slots_per_request=scheduler.rules.aux_slots_per_request,
-            counters=self._counters,
+            counters=replace(self._counters, preempted_requests=scheduler.preemptions),
             stepped_at=self._stepped_at,
-            active_bytes=active,
-            limit_bytes=limit,
+            active_bytes=memory.active_bytes,
+            cache_bytes=memory.cache_bytes,
+            limit_bytes=memory.limit_bytes,
         )
 
     def _scheduler_in_force(self) -> Scheduler:

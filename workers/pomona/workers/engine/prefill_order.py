@@ -10,6 +10,7 @@ from .requests import Hold, Live
 
 STARVED_STEPS = 4
 SHARED_MIN_TOKENS = 32
+OVERRUN_TOKENS = 32
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -78,7 +79,8 @@ def share(budget_tokens: int, prompts: Sequence[Live], step: int) -> tuple[Chunk
     what it needs, and so on. So each prompt that is not held gets a chunk in any STARVED_STEPS + P consecutive steps,
     P being how many prefill: once starved it waits only for those that starve longer, and each step serves one.
 
-    No chunk is under MIN_CHUNK_TOKENS unless the budget is, or it ends its prompt.
+    No chunk is under MIN_CHUNK_TOKENS unless the budget is, or it ends its prompt; one that nearly ends its prompt ends
+    it, by half of what was left and OVERRUN_TOKENS at most: the rest would need a pass of its own.
     """
     least = min(MIN_CHUNK_TOKENS, budget_tokens)
     given: dict[Live, int] = {}
@@ -88,8 +90,11 @@ def share(budget_tokens: int, prompts: Sequence[Live], step: int) -> tuple[Chunk
         given[first] = min(first.remaining_tokens, max(least, budget_tokens // 4))
     left = budget_tokens - sum(given.values())
     for live in sorted(prompts, key=lambda live: (live.remaining_tokens, live.rank)):
+        if left <= 0:
+            break
         had = given.get(live, 0)
-        tokens = min(live.remaining_tokens, had + left)
+        most = had + left + min(OVERRUN_TOKENS, left // 2)
+        tokens = live.remaining_tokens if live.remaining_tokens <= most else had + left
         if tokens > had and (tokens >= least or tokens == live.remaining_tokens):
             given[live] = tokens
             left -= tokens - had

@@ -238,11 +238,11 @@ class Scheduler:
         prompts = release_holds(prefilling, self._step)
         if not prompts:
             return ()
-        return share(self._pace.budget(self._streams > 0, len(prompts)), prompts, self._step)
+        return share(self._pace.budget(self._streams > 0), prompts, self._step)
 
     def commit(self, result: StepResult) -> Booked:
         """Book what a step brought; whatever is for requests that left or were preempted meanwhile is dropped."""
-        self._pace.observe(result.times, result.prompt_tokens, self._streams, len(result.prefilled))
+        self._pace.observe(result.times, result.prompt_tokens, self._streams)
         for progress in result.prefilled:
             live = self._running.get(progress.request_id)
             if live is not None and live.phase is Phase.PREFILLING:

@@ -14,6 +14,8 @@ import numpy as np
 
 # Old steps count less: by half after about seventy.
 FORGETTING = 0.99
+# A faint pull to zero, in proportion: what was never varied explains nothing, and the equations have one solution.
+PULL = 1e-9
 # Splitting or joining has to save so much of a step; else batches would change at every noise.
 WORTH = 0.05
 # How many times a cell counts where memory is short.
@@ -38,8 +40,8 @@ class StepCost:
     """Seconds of a decode step, by least squares over the steps seen. Knows nothing before the first `observe`."""
 
     def __init__(self) -> None:
-        # Normal equations, with a faint pull to zero: what was never varied explains nothing.
-        self._a = np.diag([1e-3, 1e-3, 1e-3])
+        # Normal equations.
+        self._a = np.zeros((3, 3))
         self._b = np.zeros(3)
         self._seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -48,7 +50,7 @@ class StepCost:
         x = np.array([shape.passes, shape.rows, shape.cells / 1000]) / seconds
         self._a = FORGETTING * self._a + np.outer(x, x)
         self._b = FORGETTING * self._b + x
-        self._seconds = _not_negative(self._a, self._b)
+        self._seconds = _not_negative(self._a + PULL * np.trace(self._a) * np.eye(3), self._b)
 
     def of(self, shape: Shape) -> float:
         a, b, c = self._seconds
