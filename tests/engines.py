@@ -15,6 +15,7 @@ from pomona.workers.engine.base import (
     Failed,
     FinishReason,
     Logprob,
+    MemoryUse,
     Piece,
     Prefilled,
     Share,
@@ -187,7 +188,7 @@ class Bench:
 
     def set_up(self):
         self.on_engine_thread("set up")
-        return EngineParts(self.make_runner, self.new_text, lambda: (10, 100), CONTEXT)
+        return EngineParts(self.make_runner, self.new_text, lambda: MemoryUse(10, 5, 100), CONTEXT)
 
     def make_runner(self):
         self.on_engine_thread("make_runner")

@@ -26,6 +26,7 @@ from pomona.workers.engine.base import (
     EngineLoad,
     EngineRequest,
     FinishReason,
+    MemoryUse,
     Prefilled,
     Share,
     StepPlan,
@@ -104,7 +105,7 @@ class Owner:
         self.engine = Engine(self._set_up, self._publish, clock=time.monotonic)
 
     def _set_up(self) -> EngineParts:
-        return EngineParts(lambda: self.runner, self._texts.new, lambda: (0, 0), context_tokens=8192)
+        return EngineParts(lambda: self.runner, self._texts.new, MemoryUse, context_tokens=8192)
 
     def _publish(self, batch: Batch, load: EngineLoad | None) -> None:
         self._loop.call_soon_threadsafe(self._deliver, batch, load)

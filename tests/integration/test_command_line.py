@@ -148,6 +148,14 @@ def test_a_hybrid_answers_and_gives_its_slots_back(hybrid: Served):
     eventually(lambda: hybrid.total("pomona_aux_state_slots", state="used") == 0, 2, "no slot is used")
 
 
+def test_the_memory_in_use_holds_the_weights_and_stays_within_the_limit(hybrid: Served):
+    (owner,) = httpx.get(f"{hybrid.url}/cluster", timeout=30).json()["owners"]
+    planned = owner["memory"]
+    assert planned["weights_bytes"] <= owner["active_bytes"] < owner["limit_bytes"] == planned["budget_bytes"]
+    assert hybrid.total("pomona_memory_bytes", state="limit") == owner["limit_bytes"]
+    assert [*hybrid.samples()["pomona_preempted_requests_total"].values()] == [owner["preempted_requests"]] == [0]
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="Debian's chromium is not installed; CI installs it")
 def test_the_capacity_page_shows_the_pools_in_a_browser(hybrid: Served, tmp_path: Path):
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
@@ -160,7 +168,7 @@ def test_the_capacity_page_shows_the_pools_in_a_browser(hybrid: Served, tmp_path
     ]
     command += ["--virtual-time-budget=3000", "--dump-dom", f"{hybrid.url}/"]
     page = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    for words in ("Auxiliary slots", "0 of 16", "0 of 4", "reduced from 8 to 4 by aux", "ready"):
+    for words in ("Auxiliary slots", "0 of 16", "0 of 4", "Memory", " GiB of ", "reduced from 8 to 4 by aux", "ready"):
         assert words in page
 
 

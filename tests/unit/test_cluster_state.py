@@ -240,6 +240,14 @@ def test_the_view_has_live_pools_phase_and_age_of_owners_that_use_their_share():
     assert owner["pools"]["request_slots"] == {"capacity": 8, "used": 2, "evictable": 0, "free": 6}
 
 
+def test_the_view_shows_an_owners_memory_and_preemptions():
+    bench = Bench(resolve())
+    bench.report(bench.join(), active_bytes=600, cache_bytes=50, limit_bytes=1000, preempted=7)
+    owner = bench.cluster.view().to_json()["owners"][0]
+    assert [owner[key] for key in ("active_bytes", "cache_bytes", "limit_bytes")] == [600, 50, 1000]
+    assert owner["preempted_requests"] == 7
+
+
 def test_time_alone_makes_an_owner_suspect_in_the_view():
     bench = Bench(resolve())
     bench.report(bench.join())

@@ -71,7 +71,13 @@ async def serving(add: Callable[[grpc.aio.Server], None], port: int = 0) -> Asyn
 def route(worker_id: str, address: str, phase: int = READY, limit: int = 4) -> registry_pb2.Route:
     worker = telemetry_pb2.WorkerIdentity(model="M", incarnation=worker_id, host="h")
     load = telemetry_pb2.LoadReport(
-        max_running_requests=limit, seq=1, kv_tokens=telemetry_pb2.PoolLoad(capacity=9, used=2, evictable=3)
+        max_running_requests=limit,
+        seq=1,
+        kv_tokens=telemetry_pb2.PoolLoad(capacity=9, used=2, evictable=3),
+        active_bytes=600,
+        cache_bytes=50,
+        limit_bytes=1000,
+        preempted_requests=7,
     )
     return registry_pb2.Route(worker_id=worker_id, worker=worker, address=address, phase=phase, load=load)
 
@@ -291,4 +297,6 @@ async def test_routes_are_followed_across_a_restart_of_the_head() -> None:
     (owner,) = own["owners"]
     assert (owner["worker_id"], owner["phase"], owner["max_running_requests"]) == ("c", "ready", 4)
     assert owner["kv_tokens"] == {"capacity": 9, "used": 2, "evictable": 3, "free": 4}
+    assert [owner[key] for key in ("active_bytes", "cache_bytes", "limit_bytes")] == [600, 50, 1000]
+    assert owner["preempted_requests"] == 7
     await backend.aclose()

@@ -25,6 +25,8 @@ LABELS = {
     "pomona_owner_max_running_requests": OWNER,
     "pomona_running_requests": OWNER,
     "pomona_waiting_requests": OWNER,
+    "pomona_preempted_requests_total": OWNER,
+    "pomona_memory_bytes": OWNER | {"state"},
     "pomona_kv_tokens": OWNER | {"state"},
     "pomona_kv_capacity_tokens": OWNER,
     "pomona_aux_state_slots": OWNER | {"state"},
@@ -89,7 +91,9 @@ def parse(text: str) -> Samples:
 @pytest.fixture
 def bench() -> Bench:
     made = Bench()
-    made.report(0, running=2, waiting=3, max_running=2, kv=PoolView(1000, 300, 200), aux=PoolView(8, 4, 4))
+    memory = {"active_bytes": 600, "cache_bytes": 50, "limit_bytes": 1000}
+    pools = {"kv": PoolView(1000, 300, 200), "aux": PoolView(8, 4, 4)}
+    made.report(0, running=2, waiting=3, max_running=2, preempted=7, **pools, **memory)
     made.report(1, running=1, waiting=0, max_running=2, kv=PoolView(1000, 10, 0), aux=PoolView(8, 4, 0))
     return made
 
@@ -98,7 +102,9 @@ def test_names_and_labels_are_those_of_the_contract(bench):
     text = metrics.exposition(metrics.registry(bench.view)).decode()
     found = {s.name: set(s.labels) for family in text_string_to_metric_families(text) for s in family.samples}
     assert found == LABELS
-    assert all(family.type == "gauge" for family in text_string_to_metric_families(text))
+    types = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert {name for name, kind in types.items() if kind == "counter"} == {"pomona_preempted_requests"}
+    assert set(types.values()) == {"gauge", "counter"}
 
 
 def test_label_values_come_from_closed_sets(bench):
@@ -110,6 +116,7 @@ def test_label_values_come_from_closed_sets(bench):
 
     assert values("pomona_kv_tokens", "state") == {"used", "evictable", "free"}
     assert values("pomona_aux_state_slots", "state") == {"used", "evictable", "free"}
+    assert values("pomona_memory_bytes", "state") == {"active", "cache", "limit"}
     assert values("pomona_capacity_bound", "bound") == {"requested", "kv", "aux"}
     assert values("pomona_replicas", "state") == {"starting", "ready", "failed"}
     assert values("pomona_running_requests", "owner") == {"0", "1"}
@@ -156,6 +163,14 @@ def test_occupancy_is_what_the_owner_said(bench):
     assert found["pomona_waiting_requests"] == {("M", "0", "0"): 3, ("M", "1", "0"): 0}
     assert found["pomona_kv_tokens"][("M", "0", "0", "evictable")] == 200
     assert found["pomona_kv_tokens"][("M", "0", "0", "free")] == 500
+
+
+def test_memory_and_preemptions_are_what_each_owner_said(bench):
+    found = bench.scrape()
+    memory = {state: value for (_, owner, _, state), value in found["pomona_memory_bytes"].items() if owner == "0"}
+    assert memory == {"active": 600, "cache": 50, "limit": 1000}
+    assert found["pomona_memory_bytes"][("M", "1", "0", "active")] == 0
+    assert found["pomona_preempted_requests_total"] == {("M", "0", "0"): 7, ("M", "1", "0"): 0}
 
 
 def test_the_age_of_a_report_grows_with_time_alone(bench):

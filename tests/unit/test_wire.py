@@ -1,4 +1,4 @@
-"""Protobuf to the engine's values and back: nothing is forgotten, nothing out of range comes through."""
+"""Protobuf to values, at the engine and at the head, and back: nothing is forgotten, nothing out of range comes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
+from pomona.cluster.membership import Identity, Load, Member, Memory, OwnerKey
+from pomona.cluster.wire import to_load, to_route
 from pomona.v1.inference_pb2 import ChatPrompt, GenerateRequest, GenerateResponse, LogitBias, SamplingParams
+from pomona.v1.telemetry_pb2 import LoadReport
 from pomona.workers.engine.base import (
+    Counters,
     Delta,
+    EngineLoad,
     EngineRequest,
     FinishReason,
     Logprob,
@@ -18,9 +23,10 @@ from pomona.workers.engine.base import (
     ToolCall,
     Usage,
 )
+from pomona.workers.engine.pools import PoolView
 from pomona.workers.errors import EngineError, RequestError
 from pomona.workers.service import merge
-from pomona.workers.wire import to_engine_request, to_generate_response
+from pomona.workers.wire import to_engine_request, to_generate_response, to_load_report
 
 NAN, INF = float("nan"), float("inf")
 
@@ -74,6 +80,7 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
         ),
         priority=-4,
         keep_reasoning_in_text=True,
+        resume_ids=[2, 3],
     )
     made = to_engine_request(sent, (1, 2, 3), vocab_size=7)
     assert made == EngineRequest(
@@ -99,6 +106,7 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
         priority=-4,
         tools_json='[{"type": "function"}]',
         keep_reasoning_in_text=True,
+        resumed_tokens=2,
         prompt_param="messages",
     )
     assert [name for name, value in defaults(EngineRequest).items() if getattr(made, name) == value] == ["grammar"]
@@ -183,3 +191,55 @@ def test_merged_deltas_say_all_that_each_of_them_said() -> None:
     failed = Delta(error=EngineError("broken"))
     assert merge([first, failed]).error is failed.error
     assert merge([Delta(), FULL]) == merge([FULL]) == FULL
+
+
+# ---- snapshots
+
+SNAPSHOT = EngineLoad(
+    epoch=3,
+    running=2,
+    waiting=5,
+    requests=PoolView(4, 2),
+    kv_tokens=PoolView(100, 30, 20),
+    aux_slots=PoolView(16, 8, 4),
+    aux_slots_per_request=4,
+    counters=Counters(
+        finished_requests=10, failed_requests=1, prompt_tokens=1000, generation_tokens=500, preempted_requests=7
+    ),
+    stepped_at=40.0,
+    active_bytes=600,
+    cache_bytes=50,
+    limit_bytes=1000,
+)
+
+
+def test_every_field_of_a_snapshot_is_in_the_report() -> None:
+    """All but the worker id, which the reporter adds."""
+    report = to_load_report(SNAPSHOT, now=42.0, seq=9, incarnation="life")
+    counters = {field.name: getattr(SNAPSHOT.counters, field.name) for field in fields(Counters)}
+    assert {name: getattr(report, name) for name in counters} == counters
+    assert (report.active_bytes, report.cache_bytes, report.limit_bytes) == (600, 50, 1000)
+    assert (report.step_age_s, report.seq, report.incarnation) == (2.0, 9, "life")
+    sent = {field.name for field, _ in report.ListFields()}
+    assert {field.name for field in LoadReport.DESCRIPTOR.fields} - sent == {"worker_id"}
+
+
+def test_what_a_worker_reports_is_what_the_head_knows_and_gateways_hear() -> None:
+    """Pools, memory and preemptions; the other counters end at the head."""
+    load = to_load(to_load_report(SNAPSHOT, now=42.0, seq=9, incarnation="life"))
+    assert load == Load(
+        epoch=3,
+        seq=9,
+        step_age_s=2.0,
+        running=2,
+        waiting=5,
+        max_running=4,
+        kv=SNAPSHOT.kv_tokens,
+        aux=SNAPSHOT.aux_slots,
+        active_bytes=600,
+        cache_bytes=50,
+        limit_bytes=1000,
+        preempted=7,
+    )
+    member = Member("w", Identity("M", OwnerKey(0, 0), "life", "mac1", "127.0.0.1:1"), Memory(1000), 0.0, load)
+    assert to_load(to_route(member, 0.0).load) == load

@@ -68,7 +68,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An owner's last snapshot. `step_age_s` is as of the report."""
+    """An owner's last snapshot. `step_age_s` is as of the report; preemptions count since its process started."""
 
     epoch: int = 0
     seq: int = 0
@@ -79,7 +79,9 @@ class Load:
     kv: PoolView = field(default_factory=PoolView)
     aux: PoolView = field(default_factory=PoolView)
     active_bytes: int = 0
+    cache_bytes: int = 0
     limit_bytes: int = 0
+    preempted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,14 @@ class OwnerView:
             "phase": self.phase.value,
             "running_requests": self.load.running,
             "waiting_requests": self.load.waiting,
+            "preempted_requests": self.load.preempted,
             "pools": {
                 "request_slots": pool_json(PoolView(self.load.max_running, self.load.running)),
                 "kv_tokens": pool_json(self.load.kv),
                 "aux_state_slots": pool_json(self.load.aux),
             },
             "active_bytes": self.load.active_bytes,
+            "cache_bytes": self.load.cache_bytes,
             "limit_bytes": self.load.limit_bytes,
             "report_age_s": round(self.report_age_s, 3),
         }

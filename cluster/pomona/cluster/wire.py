@@ -51,7 +51,9 @@ def to_load(r: telemetry_pb2.LoadReport) -> Load:
         kv=_to_pool(r.kv_tokens),
         aux=_to_pool(r.aux_slots),
         active_bytes=r.active_bytes,
+        cache_bytes=r.cache_bytes,
         limit_bytes=r.limit_bytes,
+        preempted=r.preempted_requests,
     )
 
 
@@ -94,7 +96,9 @@ def to_route(member: Member, now: float) -> registry_pb2.Route:
             kv_tokens=_from_pool(load.kv),
             aux_slots=_from_pool(load.aux),
             active_bytes=load.active_bytes,
+            cache_bytes=load.cache_bytes,
             limit_bytes=load.limit_bytes,
+            preempted_requests=load.preempted,
         ),
     )
 

@@ -93,7 +93,7 @@ class PoolLoad(_message.Message):
     def __init__(self, capacity: _Optional[int] = ..., used: _Optional[int] = ..., evictable: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "epoch", "seq", "step_age_s", "running_requests", "waiting_requests", "max_running_requests", "kv_tokens", "aux_slots", "aux_slots_per_request", "active_bytes", "limit_bytes", "finished_requests", "failed_requests", "prompt_tokens", "generation_tokens")
+    __slots__ = ("worker_id", "incarnation", "epoch", "seq", "step_age_s", "running_requests", "waiting_requests", "max_running_requests", "kv_tokens", "aux_slots", "aux_slots_per_request", "active_bytes", "cache_bytes", "limit_bytes", "finished_requests", "failed_requests", "prompt_tokens", "generation_tokens", "preempted_requests")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -106,11 +106,13 @@ class LoadReport(_message.Message):
     AUX_SLOTS_FIELD_NUMBER: _ClassVar[int]
     AUX_SLOTS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     epoch: int
@@ -123,9 +125,11 @@ class LoadReport(_message.Message):
     aux_slots: PoolLoad
     aux_slots_per_request: int
     active_bytes: int
+    cache_bytes: int
     limit_bytes: int
     finished_requests: int
     failed_requests: int
     prompt_tokens: int
     generation_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., step_age_s: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., kv_tokens: _Optional[_Union[PoolLoad, _Mapping]] = ..., aux_slots: _Optional[_Union[PoolLoad, _Mapping]] = ..., aux_slots_per_request: _Optional[int] = ..., active_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ...) -> None: ...
+    preempted_requests: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., step_age_s: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., kv_tokens: _Optional[_Union[PoolLoad, _Mapping]] = ..., aux_slots: _Optional[_Union[PoolLoad, _Mapping]] = ..., aux_slots_per_request: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., preempted_requests: _Optional[int] = ...) -> None: ...

@@ -195,11 +195,13 @@ class GrpcBackend:
             "max_running_requests": route.max_running_requests,
             "running_requests": route.running,
             "waiting_requests": route.waiting,
+            "preempted_requests": load.preempted_requests,
             "assigned_here": self._table.in_flight(route.worker_id),
             "context_tokens": route.context_tokens,
             "kv_tokens": _pool(load.kv_tokens),
             "aux_state_slots": _pool(load.aux_slots),
             "active_bytes": load.active_bytes,
+            "cache_bytes": load.cache_bytes,
             "limit_bytes": load.limit_bytes,
         }
 

@@ -56,6 +56,10 @@ class Batch(Protocol):
 
     def leave(self, sequence: Sequence) -> None: ...
 
+    def wipe(self, sequence: Sequence) -> None:
+        """What the sequence holds may be NaN: leave nothing of it to whoever comes after."""
+        ...
+
     def step(self) -> Sampled:
         """Everybody's next token."""
         ...
@@ -88,6 +92,9 @@ class SoloBatch:
     def leave(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)
         self._caches.clear()
+
+    def wipe(self, sequence: Sequence) -> None:
+        pass  # its caches go with it
 
     def step(self) -> Sampled:
         sampled = _launched(self._model, self.sequences, self._caches)
@@ -166,6 +173,11 @@ class DecodeBatch:
             rows.pop()
         del self.sequences[last], self.positions.lengths[last]
         self.positions.moved()
+
+    def wipe(self, sequence: Sequence) -> None:
+        index = self.sequences.index(sequence)
+        for rows in self._leaves:
+            rows.wipe(index)
 
     def _admit(self, sequence: Sequence) -> None:
         self.sequences.append(sequence)

@@ -32,6 +32,11 @@ class Decoded:
     failed: list[Failed] = field(default_factory=list)
     seconds: float = 0.0
 
+    def add(self, other: Decoded) -> None:
+        self.tokens += other.tokens
+        self.ended += other.ended
+        self.failed += other.failed
+
 
 class Decoder:
     """Steps the batches."""
@@ -52,7 +57,7 @@ class Decoder:
         started = time.perf_counter()
         for batch in self._batches:
             try:
-                self._step(batch, decoded)
+                decoded.add(self._step(batch))
             except Exception as exc:  # whatever a model or device raises, the others have to go on
                 log.exception("a decode step of %d sequences failed", len(batch.sequences))
                 reason = f"a decode step failed ({type(exc).__name__}: {exc})"
@@ -64,13 +69,15 @@ class Decoder:
             self._cost.observe(shape, decoded.seconds)
         return decoded
 
-    def _step(self, batch: Batch, decoded: Decoded) -> None:
+    def _step(self, batch: Batch) -> Decoded:
+        decoded = Decoded()
         sampled = batch.step()
         tokens: list[Any] = sampled.tokens.tolist()  # type: ignore[assignment]  # a list: one a row
         bad: list[Any] = sampled.bad().tolist()  # type: ignore[assignment]
         batch.advance()
         for row, (sequence, token) in enumerate(zip(list(batch.sequences), tokens, strict=True)):
             if bad[row]:
+                batch.wipe(sequence)
                 decoded.failed.append(Failed(sequence.request_id, NOT_A_NUMBER))
                 continue
             try:
@@ -81,6 +88,7 @@ class Decoder:
             decoded.tokens.append(out)
             if out.finish is not None:
                 decoded.ended.append(sequence)
+        return decoded
 
 
 def token_out(sequence: Sequence, token: int, sampled: Sampled, row: int) -> TokenOut:

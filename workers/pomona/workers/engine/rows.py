@@ -78,6 +78,9 @@ class Rows(Protocol):
     def replace(self, index: int, planes: Planes) -> None:
         """Overwrite a row with what `row` returned for the last one, before `pop`."""
 
+    def wipe(self, index: int) -> None:
+        """What the row holds may be NaN: leave nothing of it to whoever comes after."""
+
     def pop(self) -> None:
         """Drop the last row."""
 
@@ -158,6 +161,11 @@ class RowKV:
     def replace(self, index: int, planes: Planes) -> None:
         for plane, part in zip(self._planes, planes, strict=True):
             plane[index : index + 1, :, : part.shape[2]] = part
+
+    def wipe(self, index: int) -> None:
+        # Attention gives hidden columns a weight of 0, and 0 times NaN is NaN.
+        for plane in self._planes:
+            plane[index : index + 1] = 0
 
     def pop(self) -> None:
         pass  # the row is free; whoever comes next overwrites it
@@ -272,6 +280,9 @@ class RowState(ArraysCache):  # type: ignore[misc]  # mlx-lm is untyped
     def replace(self, index: int, planes: Planes) -> None:
         for array, part in zip(self.cache, planes, strict=True):
             array[index : index + 1] = part
+
+    def wipe(self, index: int) -> None:
+        pass  # nobody reads another row's state
 
     def pop(self) -> None:
         self._rows -= 1
