@@ -20,6 +20,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from integration.owners import CONTEXT
+from tiny import make
+
 ROOT = Path(__file__).parent.parent.parent
 START_TIMEOUT_S = 120
 CONVERT = """
@@ -106,6 +109,13 @@ def end(process: subprocess.Popen[str]) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         raise
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models with a context of owners.CONTEXT tokens: a dense one and two hybrids."""
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: make(kind, folder / kind, context=CONTEXT) for kind in ("llama", "qwen3_next", "lfm2")}
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,7 @@ class Asking:
         spec = WorkerSpec("m", str(folder), 0, 0, "here", "127.0.0.1", "", "")
         self._done = threading.Condition()
         self._texts: dict[int, str] = {}
-        self._ended: set[int] = set()
-        self.cached: list[int] = []
+        self._cached: dict[int, int] = {}
         self._engine = Engine(lambda: prepare(spec, lambda _: None).parts, self._publish, clock=time.monotonic)
         self._engine.start()
         while self._engine._parts is None:
@@ -49,20 +48,23 @@ class Asking:
 
     def answers(self, prompts: list[list[int]], max_tokens: int) -> list[str]:
         """All prompts at once."""
-        self._texts, self._ended = dict.fromkeys(range(len(prompts)), ""), set()
+        self._texts, self._cached = dict.fromkeys(range(len(prompts)), ""), {}
         for i, prompt in enumerate(prompts):
             request = EngineRequest(str(i), tuple(prompt), max_tokens)
             self._engine.submit(request, lambda delta, i=i: self._take(i, delta))
         with self._done:
-            self._done.wait_for(lambda: len(self._ended) == len(prompts), 300)
+            self._done.wait_for(lambda: len(self._cached) == len(prompts), 300)
         return [self._texts[i] for i in range(len(prompts))]
 
     def _take(self, i: int, delta: Any) -> None:
         assert delta.error is None, delta.error
         self._texts[i] += delta.text
         if delta.last:
-            self._ended.add(i)
-            self.cached.append(delta.usage.cached_tokens)
+            self._cached[i] = delta.usage.cached_tokens
+
+    def cached_tokens(self) -> list[int]:
+        """How much of each prompt the last answers reused."""
+        return [tokens for _, tokens in sorted(self._cached.items())]
 
     def stop(self) -> bool:
         return self._engine.stop()
@@ -80,7 +82,8 @@ def main() -> None:
         "together": asking.answers(prompts, max_tokens),
         "alone": [asking.answers([prompt], max_tokens)[0] for prompt in prompts],
         "again": asking.answers(prompts, max_tokens),
-        "cached": asking.cached,
+        "cached_tokens": asking.cached_tokens(),
+        "prompt_tokens": [len(prompt) for prompt in prompts],
         "stopped": asking.stop(),
         "reference": reference(folder, prompts, max_tokens),
     }

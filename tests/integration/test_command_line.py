@@ -146,6 +146,7 @@ def test_a_hybrid_answers_and_gives_its_slots_back(hybrid: Served):
     reply = httpx.post(f"{hybrid.url}/v1/chat/completions", json=body, timeout=30)
     assert reply.status_code == 200
     eventually(lambda: hybrid.total("pomona_aux_state_slots", state="used") == 0, 2, "no slot is used")
+    assert hybrid.total("pomona_aux_state_slots", state="evictable") > 0, "snapshots stay until somebody needs the room"
 
 
 def test_the_memory_in_use_holds_the_weights_and_stays_within_the_limit(hybrid: Served):

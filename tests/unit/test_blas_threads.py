@@ -34,22 +34,47 @@ def test_a_machine_that_changes_is_measured_again():
     assert chooser.choose(8) == 2
 
 
-def test_prefill_gets_all_and_only_steady_steps_are_measured():
+def test_decode_steps_are_measured_and_prefill_gets_all():
     said: list[int] = []
-    ticks = iter(range(1000))
-    threads = BlasThreads(said.append, 2, clock=lambda: float(next(ticks)))
-    for rows, prefilling in [(4, True), (8, True), (8, False)] + [(8, False)] * TRIAL_STEPS:
-        threads.before(rows, prefilling=prefilling)
-        threads.after()
+    threads = BlasThreads(said.append, 2)
+    for _ in range(TRIAL_STEPS):
+        threads.decode(8)
+        threads.decoded(1.0)
     assert said == []
-    threads.before(8, prefilling=False)
-    threads.after()
-    assert said == [1]
-    threads.before(9, prefilling=True)
+    threads.decode(8)
+    assert said == [1], "the other count is tried"
+    threads.prefill()
+    threads.prefill()
     assert said == [1, 2]
+    threads.decode(8)
+    threads.decoded(0.5)
+    assert said == [1, 2, 1]
+
+
+def test_a_prefill_between_two_decode_steps_changes_nothing_that_was_learnt():
+    said: list[int] = []
+    threads = BlasThreads(said.append, 2)
+    for _ in range(2 * TRIAL_STEPS):
+        threads.prefill()
+        threads.decode(8)
+        threads.decoded({1: 0.1, 2: 0.2}[said[-1] if said else 2])
+    threads.prefill()
+    threads.decode(8)
+    assert said[-1] == 1
 
 
 def test_without_openblas_nothing_is_set():
     threads = BlasThreads(None, 1)
-    threads.before(8, prefilling=False)
-    threads.after()
+    threads.prefill()
+    threads.decode(8)
+    threads.decoded(1.0)
+    threads.decode(8)
+
+
+def test_a_machine_of_one_core_has_no_choice():
+    said: list[int] = []
+    threads = BlasThreads(said.append, 1)
+    for _ in range(2 * TRIAL_STEPS):
+        threads.decode(8)
+        threads.decoded(1.0)
+    assert said == []
