@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pomona.workers.engine.base import StepTimes
-from pomona.workers.engine.pace import WORTH_A_PASS_TOKENS, Pace
+from pomona.workers.engine.pace import CAUTIOUS_TOKENS, MIN_CHUNK_TOKENS, Pace
 
 
-def measured(max_step_s=0.25, chunk_tokens=512, *, token_s=0.001, decode_s=0.0):
-    """A pace that has seen two chunks, of a model that takes `token_s` a prompt token."""
+def measured(max_step_s=0.25, chunk_tokens=512, *, token_s=0.001, decode_s=0.0, pass_s=0.0):
+    """A pace that has seen two chunks, of a model that takes `token_s` a prompt token and `pass_s` a pass."""
     pace = Pace(max_step_s, chunk_tokens)
     for tokens in (100, 200):
-        pace.observe(StepTimes(decode_s, tokens * token_s), prompt_tokens=tokens, decoding=1)
+        pace.observe(StepTimes(decode_s, tokens * token_s, pass_s), prompt_tokens=tokens, decoding=1)
     return pace
 
 
@@ -21,7 +21,7 @@ def test_while_nobody_watches_tokens_arrive_prompts_get_the_operators_cap(pace):
     assert pace.budget(streams=False) == 512
 
 
-@pytest.mark.parametrize(("chunk_tokens", "expected"), [(512, WORTH_A_PASS_TOKENS), (40, 40)])
+@pytest.mark.parametrize(("chunk_tokens", "expected"), [(512, CAUTIOUS_TOKENS), (40, 40)])
 def test_before_anything_is_measured_it_is_cautious(chunk_tokens, expected):
     assert Pace(0.25, chunk_tokens).budget(streams=True) == expected
 
@@ -33,7 +33,8 @@ def test_beside_streams_a_step_stays_within_its_time(decode_s, expected):
 
 @pytest.mark.parametrize("decode_s", [0.2, 0.25, 5.0])
 def test_where_decoding_takes_the_time_prompts_get_a_chunk_that_is_worth_its_pass(decode_s):
-    assert measured(decode_s=decode_s).budget(streams=True) == WORTH_A_PASS_TOKENS
+    assert measured(decode_s=decode_s, pass_s=0.02).budget(streams=True) == 120
+    assert measured(decode_s=decode_s, token_s=1.0).budget(streams=True) == MIN_CHUNK_TOKENS
 
 
 def test_a_budget_is_never_over_the_cap():
@@ -74,7 +75,7 @@ def test_whatever_was_measured_a_budget_lies_between_its_bounds(samples, chunk_t
     pace = Pace(0.25, chunk_tokens)
     for decode_s, prefill_s, tokens, decoding in samples:
         pace.observe(StepTimes(decode_s, prefill_s), tokens, decoding)
-    assert min(WORTH_A_PASS_TOKENS, chunk_tokens) <= pace.budget(streams) <= chunk_tokens
+    assert min(MIN_CHUNK_TOKENS, chunk_tokens) <= pace.budget(streams) <= chunk_tokens
 
 
 @pytest.mark.parametrize(("max_step_s", "chunk_tokens"), [(0, 512), (-1, 512), (0.25, 0)])

@@ -40,9 +40,9 @@ class ModelRunner:
         self._blas = blas_threads.of_this_process()
         self._kv_tokens = kv_tokens
         self._kept = Kept(make_caches)
-        cost = cost or StepCost()
-        self._batches = Batches(model, make_caches(), cost, kv_tokens)
-        self._decoder = Decoder(self._batches, self._blas, cost)
+        self._cost = cost or StepCost()
+        self._batches = Batches(model, make_caches(), self._cost, kv_tokens)
+        self._decoder = Decoder(self._batches, self._blas, self._cost)
         self._prompts: dict[str, Sequence] = {}  # not whole yet
         self._answers: dict[str, Sequence] = {}  # in a batch
 
@@ -65,7 +65,7 @@ class ModelRunner:
             prompt_tokens=sum(chunk.prompt_tokens for chunk in chunks),
             cached_tokens=self._kept.tokens,
             cached_slots=self._kept.slots,
-            times=StepTimes(decoded.seconds, time.perf_counter() - started if chunks else 0.0),
+            times=StepTimes(decoded.seconds, time.perf_counter() - started if chunks else 0.0, self._cost.pass_s),
         )
 
     @property

@@ -52,6 +52,11 @@ class StepCost:
         self._b = FORGETTING * self._b + x
         self._seconds = _not_negative(self._a + PULL * np.trace(self._a) * np.eye(3), self._b)
 
+    @property
+    def pass_s(self) -> float:
+        """What a pass over the weights takes."""
+        return self._seconds[0]
+
     def of(self, shape: Shape) -> float:
         a, b, c = self._seconds
         return a * shape.passes + b * shape.rows + c * shape.cells / 1000
