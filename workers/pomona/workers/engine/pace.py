@@ -9,7 +9,7 @@ from .base import StepTimes
 MIN_CHUNK_TOKENS = 16  # one prompt's share of a step, where several want one
 CAUTIOUS_TOKENS = 64  # a step's prompt tokens while nothing has been measured
 # A chunk is worth the pass over the weights that it needs when it takes so many times that pass.
-WORTH_PASSES = 6
+WORTH_PASSES = 10
 SMOOTHING = 0.25  # how much of a new sample goes into the average
 FORGETTING = 0.8  # how much a chunk still tells when the next is known
 MARGIN = 0.9  # of the time there is: steps vary
