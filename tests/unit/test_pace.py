@@ -33,7 +33,7 @@ def test_beside_streams_a_step_stays_within_its_time(decode_s, expected):
 
 @pytest.mark.parametrize("decode_s", [0.2, 0.25, 5.0])
 def test_where_decoding_takes_the_time_prompts_get_a_chunk_that_is_worth_its_pass(decode_s):
-    assert measured(decode_s=decode_s, pass_s=0.02).budget(streams=True) == 200
+    assert measured(decode_s=decode_s, pass_s=0.02).budget(streams=True) == pytest.approx(200, abs=1)
     assert measured(decode_s=decode_s, token_s=1.0).budget(streams=True) == MIN_CHUNK_TOKENS
 
 

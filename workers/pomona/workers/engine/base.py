@@ -156,8 +156,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds that the step's decode passes and its prompt chunks took; 0 where there were none. `pass_s` is what a pass
-    over the weights takes, as far as that is known."""
+    """Seconds that the step's decode passes and its prompt chunks took; 0 where there were none.
+
+    `pass_s` is what a pass over the weights takes, as far as that is known.
+    """
 
     decode_s: float = 0.0
     prefill_s: float = 0.0

@@ -15,7 +15,7 @@ from .sequence import Sequence
 
 # A batch that grows gets so many columns more than it needs where there is room, and where there is none.
 SPARE_COLUMNS = 128
-TIGHT_COLUMNS = 16
+TIGHT_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)

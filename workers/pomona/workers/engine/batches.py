@@ -15,14 +15,15 @@ REVIEW_STEPS = 64
 
 
 class Batches:
-    """`most_cells` bounds what is allocated, in KV tokens; it has to hold all sequences in batches of their own."""
+    """`most_cells` bounds what is allocated, in KV tokens, and may change between steps. It has to hold all sequences
+    in batches of their own."""
 
     def __init__(self, model: Any, like: list[Any], cost: StepCost, most_cells: int) -> None:
         self._model = model
         self._like = like
         self._solo = bool(unbatchable(like))
         self._cost = cost
-        self._most_cells = most_cells
+        self.most_cells = most_cells
         self._batches: list[Any] = []
         self._steps_to_review = 0
 
@@ -80,7 +81,7 @@ class Batches:
             self._review()
         for batch in self._batches:
             self._allocate(batch, batch.needed())
-        if self.cells > self._most_cells:
+        if self.cells > self.most_cells:
             self._squeeze()
 
     # -- which batch --------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Batches:
         options = [[*present[:i], [*present[i], sequence.position], *present[i + 1 :]] for i in range(len(present))]
         options.append([*present, [sequence.position]])
         shapes = [shape_of(option) for option in options]
-        best = min(range(len(options)), key=lambda i: (shapes[i].cells > self._most_cells, self._cost.of(shapes[i])))
+        best = min(range(len(options)), key=lambda i: (shapes[i].cells > self.most_cells, self._cost.of(shapes[i])))
         if best == len(present):
             self._batches.append(DecodeBatch(self._model, self._like))
         home: DecodeBatch = self._batches[best]
@@ -106,7 +107,7 @@ class Batches:
     def _wanted(self) -> list[list[Sequence]]:
         """The best split of the sequences that are here."""
         sequences = [sequence for batch in self._batches for sequence in batch.sequences]
-        split = best_split([sequence.position for sequence in sequences], self._cost, self._most_cells)
+        split = best_split([sequence.position for sequence in sequences], self._cost, self.most_cells)
         return [[sequences[i] for i in part] for part in split]
 
     def _regroup(self, wanted: list[list[Sequence]]) -> None:
@@ -136,13 +137,13 @@ class Batches:
             return
         others = self.cells - batch.size.cells
         size = batch.size.grown(needed)
-        batch.resize(size if others + size.cells <= self._most_cells else needed.tight())
+        batch.resize(size if others + size.cells <= self.most_cells else needed.tight())
 
     def _squeeze(self) -> None:
         """More is allocated than there is: nothing to spare any more, then less padding."""
         for batch in self._batches:
             batch.resize(batch.needed().tight())
-        if self.cells > self._most_cells:
+        if self.cells > self.most_cells:
             self._regroup(self._wanted())
             for batch in self._batches:
                 batch.resize(batch.needed().tight())

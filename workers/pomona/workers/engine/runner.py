@@ -49,8 +49,9 @@ class ModelRunner:
     def step(self, plan: StepPlan) -> StepResult:
         for request_id in plan.leave:
             self._drop(request_id)
-        self._kept.begin_step(plan, self._kv_tokens - self._held)
         refused = [failed for admitted in plan.start for failed in self._start(admitted)]
+        self._batches.most_cells = self._kv_tokens - sum(len(s.tokens) for s in self._prompts.values())
+        self._kept.begin_step(plan, self._batches.most_cells - self._batches.cells)
         decoded = self._decoder.step()
         for failed in decoded.failed:
             self._lose(failed.request_id)
@@ -67,11 +68,6 @@ class ModelRunner:
             cached_slots=self._kept.slots,
             times=StepTimes(decoded.seconds, time.perf_counter() - started if chunks else 0.0, self._cost.pass_s),
         )
-
-    @property
-    def _held(self) -> int:
-        """KV tokens' worth of memory that prompts and rows have allocated."""
-        return self._batches.cells + sum(len(s.tokens) for s in self._prompts.values() if s.caches is not None)
 
     def close(self) -> None:
         self._prompts.clear()
