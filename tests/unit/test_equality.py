@@ -187,7 +187,6 @@ def test_two_requests_with_the_same_prompt_at_once(kind: str, model: Any, owners
     owner.assert_alone(model)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in STATE])
 @pytest.mark.parametrize("chunk_tokens", [32, 512])
 def test_what_prompts_that_come_at_once_share_is_computed_once(
     kind: str, model: Any, owners: Owners, chunk_tokens: int

@@ -273,7 +273,7 @@ def test_state_is_reused_where_a_snapshot_is_and_a_prompt_that_shares_more_stops
     assert keeper.begin([*base, 5]).cached == 60
     branch = [*base[:40], 99, 98]
     sequence = keeper.begin(branch)
-    assert (sequence.cached, sequence.cut) == (0, 40)
+    assert (sequence.cached, sequence.cuts) == (0, {40})
     keeper.prompt(branch, 40)
     assert keeper.begin([*base[:40], 97]).cached == 40
     assert keeper.begin([*base[:40], 99, 98, 97]).cached == 42

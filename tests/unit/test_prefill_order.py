@@ -137,10 +137,20 @@ def test_nobody_waits_for_what_is_computed_already():
     assert find_hold(tuple(range(100)), [live([*range(80), -1], position=80), live([*range(80), -2])]) is None
 
 
-def test_equal_prompts_share_all_of_it():
-    hold = find_hold(tuple(range(100)), [live(range(100), position=99)])
+def test_equal_prompts_share_all_but_the_last_token_which_each_computes_for_its_own_answer():
+    hold = find_hold(tuple(range(100)), [live(range(100), position=98)])
     assert hold is not None
-    assert hold.tokens == 100
+    assert hold.tokens == 99
+    assert find_hold(tuple(range(100)), [live(range(100), position=99)]) is None
+
+
+def test_a_prompt_is_told_to_be_cut_where_others_wait_for_it():
+    engine = scheduler(cache=True)
+    for name, own in (("a", 1), ("b", 2), ("c", 3)):
+        engine.submit(EngineRequest(request_id=name, prompt=(*range(100), *[own] * (10 * own)), max_tokens=4))
+    assert engine.plan().prefill == (Chunk("a", 110, cut=100),)
+    engine.commit(StepResult(prefilled=(Prefilled("a", 100, 0),)))
+    assert [(chunk.request_id, chunk.cut) for chunk in engine.plan().prefill] == [("a", 0), ("b", 0), ("c", 0)]
 
 
 # -- in the scheduler -----------------------------------------------------------------------------------------

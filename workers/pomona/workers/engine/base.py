@@ -118,10 +118,14 @@ class TokenOut:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute at most so many prompt tokens of a request in this step."""
+    """Compute at most so many prompt tokens of a request in this step.
+
+    Others wait for the first `cut` tokens (0: nobody): state is worth a snapshot there.
+    """
 
     request_id: str
     tokens: int
+    cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,16 @@ class Kept:
         state = match.snapshot if self._has_state else None
         reused = (state.position if state else 0) if self._has_state else match.length
         if match.length - reused >= WORTH_A_CUT_TOKENS:
-            sequence.cut = match.length
+            self.cut(sequence, match.length)
         sequence.caches = restored(
             self._make_caches, _first(match.parts, reused), state.state if state else None, len(sequence.tokens)
         )
         sequence.position = sequence.cached = sequence.snapshot_at = reused
+
+    def cut(self, sequence: Sequence, tokens: int) -> None:
+        """The first so many tokens are, or will be, shared with others."""
+        if self._has_state and self._slots:
+            sequence.cuts.add(tokens)
 
     def keep_chunk(self, sequence: Sequence) -> None:
         """A chunk of the prompt was computed."""
@@ -70,7 +75,7 @@ class Kept:
         caches, position = sequence.caches, sequence.position
         self._insert(sequence, lambda start: computed(caches, position - start))
         due = position - sequence.snapshot_at >= SNAPSHOT_EVERY_TOKENS
-        if self._has_state and (due or position in {sequence.cut, len(sequence.tokens)}):
+        if self._has_state and (due or position in {*sequence.cuts, len(sequence.tokens)}):
             self._attach(sequence, snapshot(caches))
         self._shrink()
 

@@ -46,7 +46,7 @@ def find_hold(prompt: Sequence[int], prefilling: Iterable[Live]) -> Hold | None:
         # Only one that goes on alike after the longest so far can share more: a burst costs one comparison each.
         if longest >= min(len(prompt), len(theirs)) or prompt[longest] != theirs[longest]:
             continue
-        shared = common_prefix(prompt, theirs)
+        shared = min(common_prefix(prompt, theirs), len(prompt) - 1)  # the last is computed by each for itself
         if shared > longest:
             longest = shared
             hold = Hold(other, shared) if other.position < shared else None
@@ -100,4 +100,4 @@ def share(budget_tokens: int, prompts: Sequence[Live], step: int) -> tuple[Chunk
             left -= tokens - had
     for live in given:
         live.served_step = step
-    return tuple(Chunk(live.request_id, tokens) for live, tokens in given.items())
+    return tuple(Chunk(live.request_id, tokens, live.next_cut) for live, tokens in given.items())

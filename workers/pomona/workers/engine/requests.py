@@ -55,7 +55,8 @@ class Live:
     """One request and what it holds. `rank` orders requests: higher priority first, then earlier arrival.
 
     `reserved_tokens` is its part of the KV pool, `position` how much of prompt and `generated` is in the runner or in
-    its cache while it prefills, `served_step` the last step that gave it a chunk or in which it was held.
+    its cache while it prefills, `served_step` the last step that gave it a chunk or in which it was held, `cuts` the
+    prefixes of it that others wait for.
     """
 
     request: EngineRequest
@@ -67,6 +68,7 @@ class Live:
     position: int = 0
     served_step: int = 0
     hold: Hold | None = None
+    cuts: set[int] = field(default_factory=set)
     rank: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +91,11 @@ class Live:
     def remaining_tokens(self) -> int:
         """What is still to prefill; after a preemption the answer so far is part of it."""
         return self.known_tokens - self.position
+
+    @property
+    def next_cut(self) -> int:
+        """The shortest of `cuts` that is still to be computed, or 0."""
+        return min((cut for cut in self.cuts if cut > self.position), default=0)
 
     def move(self, phase: Phase) -> None:
         if phase not in LEGAL_MOVES[self.phase]:

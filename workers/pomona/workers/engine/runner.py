@@ -108,6 +108,8 @@ class ModelRunner:
         """Compute some of one prompt; a failure is this request's alone."""
         sequence = self._prompts[chunk.request_id]
         try:
+            if chunk.cut:
+                self._kept.cut(sequence, chunk.cut)
             return self._computed(sequence, chunk.tokens)
         except Exception as exc:  # whatever a model or device raises, the others have to go on
             log.exception("a prompt chunk of %s failed", chunk.request_id)
@@ -118,8 +120,7 @@ class ModelRunner:
             self._kept.begin(sequence)
         self._blas.prefill()
         start, end = sequence.position, min(sequence.position + most, len(sequence.tokens))
-        if start < sequence.cut < end:
-            end = sequence.cut
+        end = min((cut for cut in sequence.cuts if start < cut < end), default=end)
         logits = self._model(mx.array([sequence.tokens[start:end]]), cache=sequence.caches)
         whole = end == len(sequence.tokens)
         last = logits[:, -1, :] if whole else mx.zeros((1, 1))

@@ -225,6 +225,8 @@ class Scheduler:
             live.reserved_tokens, live.served_step = need.kv_tokens, self._step - 1
             if self.rules.prefix_cache:
                 live.hold = find_hold(live.request.prompt, self._prefilling())
+            if live.hold is not None:
+                live.hold.source.cuts.add(live.hold.tokens)
             self._running[live.request_id] = live
             start.append(Admitted(live.request, live.max_tokens, tuple(live.generated)))
         return tuple(start)

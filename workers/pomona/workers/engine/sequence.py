@@ -21,7 +21,7 @@ class Sequence:
         self.tokens = [*request.prompt, *admitted.generated]
         self.position = 0
         self.cached = 0
-        self.cut = 0  # the prompt is computed up to here first, for the sake of a snapshot
+        self.cuts: set[int] = set()  # where the prompt is cut for the sake of a snapshot
         self.snapshot_at = 0
         self.caches: list[Any] | None = None  # mlx-lm's, until the sequence has a row
         self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos))
