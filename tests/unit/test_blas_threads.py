@@ -1,80 +1,115 @@
-"""The number of BLAS threads of a decode step: tried, measured, chosen; prefill gets all."""
+"""How many BLAS threads a pass uses: tried, measured, chosen, for decode steps and prompts apart."""
 
 from __future__ import annotations
 
-from pomona.workers.engine.blas_threads import RETRIAL_STEPS, TRIAL_STEPS, BlasThreads, ThreadChooser
+import pytest
+
+from pomona.workers.engine.blas_threads import (
+    RETRIAL_PASSES,
+    TRIAL_PASSES,
+    TRIAL_TOKENS,
+    BlasThreads,
+    ThreadChooser,
+)
 
 
-def learnt(chooser: ThreadChooser, rows: int, seconds: dict[int, float], steps: int) -> list[int]:
-    """Run so many steps that take `seconds[threads]`; the choices."""
+def learnt(chooser: ThreadChooser, tokens: int, seconds: dict[int, float], passes: int) -> list[int]:
+    """Run so many passes that take `seconds[threads]`; the choices."""
     choices = []
-    for _ in range(steps):
-        choices.append(chooser.choose(rows))
-        chooser.record(rows, choices[-1], seconds[choices[-1]])
+    for _ in range(passes):
+        choices.append(chooser.choose(tokens))
+        chooser.record(tokens, choices[-1], seconds[choices[-1]])
     return choices
 
 
 def test_every_count_is_tried_and_the_fastest_stays():
-    choices = learnt(ThreadChooser([1, 2, 4]), 8, {1: 0.3, 2: 0.1, 4: 0.2}, 3 * TRIAL_STEPS + 10)
-    assert choices[: 3 * TRIAL_STEPS] == [4] * TRIAL_STEPS + [2] * TRIAL_STEPS + [1] * TRIAL_STEPS
-    assert set(choices[3 * TRIAL_STEPS :]) == {2}
+    choices = learnt(ThreadChooser([1, 2, 4]), 8, {1: 0.11, 2: 0.1, 4: 0.12}, 3 * TRIAL_PASSES + 10)
+    assert choices[: 3 * TRIAL_PASSES] == [4] * TRIAL_PASSES + [2] * TRIAL_PASSES + [1] * TRIAL_PASSES
+    assert set(choices[3 * TRIAL_PASSES :]) == {2}
 
 
-def test_row_counts_are_judged_apart():
+def test_one_that_is_far_slower_is_tried_once():
+    choices = learnt(ThreadChooser([1, 2]), 8, {1: 0.2, 2: 0.1}, 20)
+    assert choices == [2] * TRIAL_PASSES + [1] + [2] * (20 - TRIAL_PASSES - 1)
+
+
+def test_sizes_are_judged_apart():
     chooser = ThreadChooser([1, 2])
-    learnt(chooser, 8, {1: 0.1, 2: 0.2}, 2 * TRIAL_STEPS)
-    learnt(chooser, 1, {1: 0.2, 2: 0.1}, 2 * TRIAL_STEPS)
+    learnt(chooser, 8, {1: 0.1, 2: 0.2}, 2 * TRIAL_PASSES)
+    learnt(chooser, 1, {1: 0.2, 2: 0.1}, 2 * TRIAL_PASSES)
     assert (chooser.choose(8), chooser.choose(1)) == (1, 2)
+
+
+def test_passes_of_one_bucket_count_by_the_token():
+    chooser = ThreadChooser([1, 2])
+    for _ in range(TRIAL_PASSES):
+        chooser.record(65, 2, 65.0)  # one second a token
+        chooser.record(127, 1, 100.0)  # less
+    assert chooser.choose(100) == 1
+
+
+def test_long_passes_use_what_was_best_for_shorter_ones_and_try_nothing():
+    chooser = ThreadChooser([1, 2])
+    assert learnt(chooser, 2 * TRIAL_TOKENS, {1: 1.0, 2: 1.0}, 20) == [2] * 20
+    learnt(chooser, TRIAL_TOKENS, {1: 0.1, 2: 0.2}, 2 * TRIAL_PASSES)
+    assert chooser.choose(2 * TRIAL_TOKENS) == 1
 
 
 def test_a_machine_that_changes_is_measured_again():
     chooser = ThreadChooser([1, 2])
-    learnt(chooser, 8, {1: 0.1, 2: 0.2}, RETRIAL_STEPS)
-    learnt(chooser, 8, {1: 0.3, 2: 0.2}, 40 * TRIAL_STEPS)
+    learnt(chooser, 8, {1: 0.1, 2: 0.2}, RETRIAL_PASSES)
+    learnt(chooser, 8, {1: 0.3, 2: 0.2}, 40 * TRIAL_PASSES)
     assert chooser.choose(8) == 2
 
 
-def test_decode_steps_are_measured_and_prefill_gets_all():
-    said: list[int] = []
-    threads = BlasThreads(said.append, 2)
-    for _ in range(TRIAL_STEPS):
-        threads.decode(8)
-        threads.decoded(1.0)
-    assert said == []
-    threads.decode(8)
-    assert said == [1], "the other count is tried"
-    threads.prefill()
-    threads.prefill()
-    assert said == [1, 2]
-    threads.decode(8)
-    threads.decoded(0.5)
-    assert said == [1, 2, 1]
+class Machine:
+    """A clock that passes by what a pass takes, and the numbers of threads that were set."""
+
+    def __init__(self, most: int) -> None:
+        self.now = 0.0
+        self.said: list[int] = []
+        self.threads = BlasThreads(self.said.append, most, clock=lambda: self.now)
+
+    def decode(self, seconds: float) -> None:
+        with self.threads.decode(8):
+            self.now += seconds
+
+    def prefill(self, seconds: float) -> None:
+        with self.threads.prefill(8):
+            self.now += seconds
 
 
-def test_a_prefill_between_two_decode_steps_changes_nothing_that_was_learnt():
-    said: list[int] = []
-    threads = BlasThreads(said.append, 2)
-    for _ in range(2 * TRIAL_STEPS):
-        threads.prefill()
-        threads.decode(8)
-        threads.decoded({1: 0.1, 2: 0.2}[said[-1] if said else 2])
-    threads.prefill()
-    threads.decode(8)
-    assert said[-1] == 1
+def test_decode_steps_and_prompts_are_measured_apart():
+    machine = Machine(2)
+    for _ in range(TRIAL_PASSES):
+        machine.decode(1.0)
+    assert machine.said == []
+    machine.decode(0.5)
+    assert machine.said == [1], "the other count is tried"
+    machine.prefill(1.0)
+    assert machine.said == [1, 2], "a prompt has not been tried with all yet"
+    machine.decode(0.5)
+    assert machine.said == [1, 2, 1]
+
+
+def test_a_pass_that_fails_teaches_nothing():
+    machine = Machine(2)
+    for _ in range(3 * TRIAL_PASSES):
+        with pytest.raises(RuntimeError), machine.threads.decode(8):
+            raise RuntimeError
+    assert machine.said == []
 
 
 def test_without_openblas_nothing_is_set():
     threads = BlasThreads(None, 1)
-    threads.prefill()
-    threads.decode(8)
-    threads.decoded(1.0)
-    threads.decode(8)
+    with threads.prefill(8):
+        pass
+    with threads.decode(8):
+        pass
 
 
 def test_a_machine_of_one_core_has_no_choice():
-    said: list[int] = []
-    threads = BlasThreads(said.append, 1)
-    for _ in range(2 * TRIAL_STEPS):
-        threads.decode(8)
-        threads.decoded(1.0)
-    assert said == []
+    machine = Machine(1)
+    for _ in range(2 * TRIAL_PASSES):
+        machine.decode(1.0)
+    assert machine.said == []

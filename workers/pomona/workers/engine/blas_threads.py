@@ -1,25 +1,31 @@
-"""How many OpenBLAS threads a decode step uses, chosen from measured steps. Linux only: on a Mac there is no OpenBLAS.
+"""How many OpenBLAS threads a pass uses, chosen from measured passes. Linux only: on a Mac there is no OpenBLAS.
 
-A step of few rows is bound by memory, and OpenBLAS' threads wait for each other by spinning: with as many threads as
-cores, whatever else the machine does makes all of them wait. How many are best depends on machine and rows, so it is
-measured. Prefill is bound by compute and always gets all.
+A pass over few tokens is bound by memory, and OpenBLAS' threads wait for each other by spinning: with as many threads
+as cores, whatever else the machine does makes all of them wait. How many are best depends on machine, model and tokens,
+so it is measured.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Steps that each count is tried for, and after how many steps the others are tried again.
-TRIAL_STEPS = 5
-RETRIAL_STEPS = 400
+# Passes that each count is tried for, and after how many passes the others are tried again.
+TRIAL_PASSES = 5
+RETRIAL_PASSES = 400
+# One that is so much slower in its first pass is tried no further.
+HOPELESS = 1.3
+# Nothing is tried on passes over more tokens, since one could take seconds: they use what is best for so many.
+TRIAL_TOKENS = 255
 SMOOTHING = 0.2
 
 
 @dataclass(slots=True)
 class _Times:
-    """Smoothed seconds a step, and how many steps are in it since the last trial."""
+    """Smoothed seconds a token, and how many passes are in it since the last trial."""
 
     seconds: float = 0.0
     samples: int = 0
@@ -31,59 +37,77 @@ class _Times:
 
 
 class ThreadChooser:
-    """The fastest of `options` for a number of rows; row counts of one power of two are taken together. Pure."""
+    """The fastest of `options` for a pass over so many tokens; those of one power of two are taken together. Pure."""
 
     def __init__(self, options: Iterable[int]) -> None:
         self._options = tuple(sorted(options, reverse=True))
         self._times: dict[int, dict[int, _Times]] = {}
-        self._steps: dict[int, int] = {}
+        self._passes: dict[int, int] = {}
 
-    def choose(self, rows: int) -> int:
-        """Each option in turn for a few steps, most threads first; then the fastest."""
-        times = self._bucket(rows)
-        untried = next((option for option in self._options if times[option].samples < TRIAL_STEPS), None)
-        return untried or min(self._options, key=lambda option: times[option].seconds)
+    def choose(self, tokens: int) -> int:
+        """Each option in turn for a few passes, most threads first; then the fastest."""
+        times = self._times_of(min(tokens, TRIAL_TOKENS))
+        tried = [option for option in self._options if times[option].samples]
+        best = min(tried, key=lambda option: times[option].seconds, default=self._options[0])
+        if tokens > TRIAL_TOKENS:
+            return best
+        for option in self._options:
+            samples = times[option].samples
+            if not samples or (samples < TRIAL_PASSES and times[option].seconds < HOPELESS * times[best].seconds):
+                return option
+        return best
 
-    def record(self, rows: int, threads: int, seconds: float) -> None:
-        """A step of `rows` took so long. Now and then everything but the present choice is tried anew."""
-        times, bucket = self._bucket(rows), rows.bit_length()
-        times[threads].add(seconds)
-        self._steps[bucket] = self._steps.get(bucket, 0) + 1
-        if self._steps[bucket] % RETRIAL_STEPS == 0:
+    def record(self, tokens: int, threads: int, seconds: float) -> None:
+        """A pass over `tokens` took so long. Now and then everything but the present choice is tried anew."""
+        if tokens > TRIAL_TOKENS:
+            return
+        times, bucket = self._times_of(tokens), tokens.bit_length()
+        times[threads].add(seconds / tokens)
+        self._passes[bucket] = self._passes.get(bucket, 0) + 1
+        if self._passes[bucket] % RETRIAL_PASSES == 0:
             for option in self._options:
-                times[option].samples = TRIAL_STEPS if option == threads else 0
+                times[option].samples = TRIAL_PASSES if option == threads else 0
 
-    def _bucket(self, rows: int) -> dict[int, _Times]:
-        return self._times.setdefault(rows.bit_length(), {option: _Times() for option in self._options})
+    def _times_of(self, tokens: int) -> dict[int, _Times]:
+        return self._times.setdefault(tokens.bit_length(), {option: _Times() for option in self._options})
 
 
 class BlasThreads:
-    """Sets the number before each step and learns from how long it took. Does nothing where there is no OpenBLAS."""
+    """Sets the number for a pass and learns from how long it took. Does nothing where there is no OpenBLAS."""
 
-    def __init__(self, set_threads: Callable[[int], None] | None, most: int) -> None:
+    def __init__(
+        self, set_threads: Callable[[int], None] | None, most: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._set = set_threads if most > 1 else None
-        self._most = self._now = most
-        self._chooser = ThreadChooser({1, max(1, most // 2), most})
-        self._rows = 0
+        self._now = most
+        self._clock = clock
+        options = {1, max(1, most // 2), most}
+        self._decode, self._prefill = ThreadChooser(options), ThreadChooser(options)
 
-    def decode(self, rows: int) -> None:
-        """A decode step of so many rows comes."""
-        self._rows = rows
-        self._use(self._chooser.choose(rows))
+    @contextmanager
+    def decode(self, rows: int) -> Iterator[None]:
+        """Around a decode step of so many rows."""
+        with self._measured(self._decode, rows):
+            yield
 
-    def decoded(self, seconds: float) -> None:
-        """It took so long."""
-        if self._set is not None:
-            self._chooser.record(self._rows, self._now, seconds)
+    @contextmanager
+    def prefill(self, tokens: int) -> Iterator[None]:
+        """Around a pass over so many prompt tokens."""
+        with self._measured(self._prefill, tokens):
+            yield
 
-    def prefill(self) -> None:
-        """A prompt chunk comes."""
-        self._use(self._most)
-
-    def _use(self, threads: int) -> None:
-        if self._set is not None and threads != self._now:
+    @contextmanager
+    def _measured(self, chooser: ThreadChooser, tokens: int) -> Iterator[None]:
+        if self._set is None:
+            yield
+            return
+        threads = chooser.choose(tokens)
+        if threads != self._now:
             self._set(threads)
             self._now = threads
+        began = self._clock()
+        yield  # one that fails teaches nothing
+        chooser.record(tokens, threads, self._clock() - began)
 
 
 def of_this_process() -> BlasThreads:

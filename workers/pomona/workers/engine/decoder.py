@@ -52,22 +52,24 @@ class Decoder:
         if not self._batches.rows:
             return decoded
         self._batches.prepare()
-        self._blas.decode(self._batches.rows)
         shape = shape_of(self._batches.lengths())
         started = time.perf_counter()
-        for batch in self._batches:
-            try:
-                decoded.add(self._step(batch))
-            except Exception as exc:  # whatever a model or device raises, the others have to go on
-                log.exception("a decode step of %d sequences failed", len(batch.sequences))
-                reason = f"a decode step failed ({type(exc).__name__}: {exc})"
-                decoded.failed.extend(Failed(s.request_id, reason) for s in batch.sequences)
-                self._batches.discard(batch)
+        with self._blas.decode(self._batches.rows):
+            for batch in self._batches:
+                self._step_or_fail(batch, decoded)
         decoded.seconds = time.perf_counter() - started
-        self._blas.decoded(decoded.seconds)
         if not decoded.failed:
             self._cost.observe(shape, decoded.seconds)
         return decoded
+
+    def _step_or_fail(self, batch: Batch, decoded: Decoded) -> None:
+        try:
+            decoded.add(self._step(batch))
+        except Exception as exc:  # whatever a model or device raises, the others have to go on
+            log.exception("a decode step of %d sequences failed", len(batch.sequences))
+            reason = f"a decode step failed ({type(exc).__name__}: {exc})"
+            decoded.failed.extend(Failed(s.request_id, reason) for s in batch.sequences)
+            self._batches.discard(batch)
 
     def _step(self, batch: Batch) -> Decoded:
         decoded = Decoded()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 import mlx.core as mx
 
 from . import blas_threads
-from .base import Admitted, Chunk, Failed, Prefilled, StepPlan, StepResult, StepTimes, TokenOut
+from .base import Admitted, Failed, StepPlan, StepResult, StepTimes
 from .batches import Batches
-from .decoder import NOT_A_NUMBER, Decoder, token_out
+from .decoder import Decoder
 from .kept import Kept
-from .sampling import sample
+from .prefill import Prefill, failing
 from .sequence import Sequence
 from .split import StepCost
-
-log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -34,15 +31,15 @@ class ModelRunner:
         kv_tokens: int = 1 << 62,
         cost: StepCost | None = None,
     ) -> None:
-        self._model = model
+        blas = blas_threads.of_this_process()
         self._eos = frozenset(eos)
         self._vocab_size = vocab_size
-        self._blas = blas_threads.of_this_process()
         self._kv_tokens = kv_tokens
         self._kept = Kept(make_caches)
         self._cost = cost or StepCost()
         self._batches = Batches(model, make_caches(), self._cost, kv_tokens)
-        self._decoder = Decoder(self._batches, self._blas, self._cost)
+        self._decoder = Decoder(self._batches, blas, self._cost)
+        self._prefill = Prefill(model, make_caches, self._kept, blas)
         self._prompts: dict[str, Sequence] = {}  # not whole yet
         self._answers: dict[str, Sequence] = {}  # in a batch
 
@@ -58,12 +55,20 @@ class ModelRunner:
         for sequence in decoded.ended:
             self._retire(sequence)
         started = time.perf_counter()
-        chunks = [self._chunk(chunk) for chunk in plan.prefill if chunk.request_id in self._prompts]
+        chunks = [(self._prompts[c.request_id], c) for c in plan.prefill if c.request_id in self._prompts]
+        computed = self._prefill.step(chunks)
+        for sequence in computed.ended:
+            del self._prompts[sequence.request_id]
+        for sequence in computed.whole:
+            with failing(computed, [sequence]):
+                self._place(sequence)
+        for failed in computed.failed:
+            self._lose(failed.request_id)
         return StepResult(
-            tokens=(*decoded.tokens, *(token for chunk in chunks for token in chunk.tokens)),
-            prefilled=tuple(p for chunk in chunks for p in chunk.prefilled),
-            failed=(*refused, *decoded.failed, *(failed for chunk in chunks for failed in chunk.failed)),
-            prompt_tokens=sum(chunk.prompt_tokens for chunk in chunks),
+            tokens=(*decoded.tokens, *computed.tokens),
+            prefilled=tuple(computed.prefilled),
+            failed=(*refused, *decoded.failed, *computed.failed),
+            prompt_tokens=computed.prompt_tokens,
             cached_tokens=self._kept.tokens,
             cached_slots=self._kept.slots,
             times=StepTimes(decoded.seconds, time.perf_counter() - started if chunks else 0.0, self._cost.pass_s),
@@ -96,59 +101,14 @@ class ModelRunner:
         self._batches.remove(sequence)
         del self._answers[sequence.request_id]
 
+    def _place(self, sequence: Sequence) -> None:
+        """A prompt is whole and has its first token: a row for the rest."""
+        self._answers[sequence.request_id] = self._prompts.pop(sequence.request_id)
+        caches, sequence.caches = sequence.caches, None
+        self._batches.add(sequence, caches or [])
+
     def _lose(self, request_id: str) -> None:
         """A sequence failed: nothing of it can be trusted."""
-        sequence = self._answers.pop(request_id)
-        if self._batches.holds(sequence):
+        sequence = self._prompts.pop(request_id, None) or self._answers.pop(request_id, None)
+        if sequence is not None and self._batches.holds(sequence):
             self._batches.remove(sequence)
-
-    # -- prompts ------------------------------------------------------------------------------------------------
-
-    def _chunk(self, chunk: Chunk) -> StepResult:
-        """Compute some of one prompt; a failure is this request's alone."""
-        sequence = self._prompts[chunk.request_id]
-        try:
-            if chunk.cut:
-                self._kept.cut(sequence, chunk.cut)
-            return self._computed(sequence, chunk.tokens)
-        except Exception as exc:  # whatever a model or device raises, the others have to go on
-            log.exception("a prompt chunk of %s failed", chunk.request_id)
-            return self._failed(sequence, f"computing the prompt failed ({type(exc).__name__}: {exc})")
-
-    def _computed(self, sequence: Sequence, most: int) -> StepResult:
-        if sequence.caches is None:
-            self._kept.begin(sequence)
-        self._blas.prefill()
-        start, end = sequence.position, min(sequence.position + most, len(sequence.tokens))
-        end = min((cut for cut in sequence.cuts if start < cut < end), default=end)
-        logits = self._model(mx.array([sequence.tokens[start:end]]), cache=sequence.caches)
-        whole = end == len(sequence.tokens)
-        last = logits[:, -1, :] if whole else mx.zeros((1, 1))
-        del logits
-        mx.eval([cache.state for cache in sequence.caches or ()], last)
-        sequence.position = end
-        if mx.isnan(last).any().item():
-            return self._failed(sequence, NOT_A_NUMBER)
-        self._kept.keep_chunk(sequence)
-        tokens = (self._first_token(sequence, last),) if whole else ()
-        done = Prefilled(sequence.request_id, end, sequence.cached)
-        return StepResult(tokens=tokens, prefilled=(done,), prompt_tokens=end - start)
-
-    def _first_token(self, sequence: Sequence, logits: Any) -> TokenOut:
-        masks = None if sequence.matcher is None else [sequence.matcher.mask()]
-        sampled = sample(logits, [sequence.sampler], masks)
-        mx.eval(sampled.arrays())
-        out = token_out(sequence, sampled.tokens.tolist()[0], sampled, 0)  # type: ignore[index,arg-type]
-        del self._prompts[sequence.request_id]
-        if out.finish is None:
-            caches, sequence.caches = sequence.caches, None
-            self._batches.add(sequence, caches or [])
-            self._answers[sequence.request_id] = sequence
-        return out
-
-    def _failed(self, sequence: Sequence, reason: str) -> StepResult:
-        self._prompts.pop(sequence.request_id, None)
-        self._answers.pop(sequence.request_id, None)
-        if self._batches.holds(sequence):
-            self._batches.remove(sequence)
-        return StepResult(failed=(Failed(sequence.request_id, reason),))
