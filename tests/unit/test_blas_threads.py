@@ -23,9 +23,15 @@ def learnt(chooser: ThreadChooser, tokens: int, seconds: dict[int, float], passe
 
 
 def test_every_count_is_tried_and_the_fastest_stays():
-    choices = learnt(ThreadChooser([1, 2, 4]), 8, {1: 0.11, 2: 0.1, 4: 0.12}, 3 * TRIAL_PASSES + 10)
+    choices = learnt(ThreadChooser([1, 2, 4]), 8, {1: 0.12, 2: 0.1, 4: 0.1}, 3 * TRIAL_PASSES + 10)
     assert choices[: 3 * TRIAL_PASSES] == [4] * TRIAL_PASSES + [2] * TRIAL_PASSES + [1] * TRIAL_PASSES
     assert set(choices[3 * TRIAL_PASSES :]) == {2}
+
+
+def test_more_threads_have_to_pay() -> None:
+    chooser = ThreadChooser([1, 2])
+    learnt(chooser, 8, {1: 0.105, 2: 0.1}, 2 * TRIAL_PASSES)
+    assert chooser.choose(8) == 1
 
 
 def test_one_that_is_far_slower_is_tried_once():
@@ -44,14 +50,15 @@ def test_passes_of_one_bucket_count_by_the_token():
     chooser = ThreadChooser([1, 2])
     for _ in range(TRIAL_PASSES):
         chooser.record(65, 2, 65.0)  # one second a token
-        chooser.record(127, 1, 100.0)  # less
+        chooser.record(128, 1, 100.0)  # less
     assert chooser.choose(100) == 1
 
 
 def test_long_passes_use_what_was_best_for_shorter_ones_and_try_nothing():
     chooser = ThreadChooser([1, 2])
     assert learnt(chooser, 2 * TRIAL_TOKENS, {1: 1.0, 2: 1.0}, 20) == [2] * 20
-    learnt(chooser, TRIAL_TOKENS, {1: 0.1, 2: 0.2}, 2 * TRIAL_PASSES)
+    learnt(chooser, TRIAL_TOKENS // 2, {1: 0.1, 2: 0.2}, 2 * TRIAL_PASSES)
+    chooser.record(TRIAL_TOKENS, 2, 1.0)  # of these only one was tried
     assert chooser.choose(2 * TRIAL_TOKENS) == 1
 
 

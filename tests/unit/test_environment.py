@@ -45,7 +45,9 @@ def test_ranks_of_one_host_share_its_cores_and_each_has_at_least_one(cpus, ranks
 def test_a_worker_preloads_openblas_only_where_there_is_one():
     with_one = worker_environment(openblas_path="/lib/blas.so", cpus=4, ranks_on_host=1)
     assert with_one["LD_PRELOAD"] == "/lib/blas.so"
-    assert "LD_PRELOAD" not in worker_environment(openblas_path=None, cpus=4, ranks_on_host=1)
+    assert with_one["OPENBLAS_THREAD_TIMEOUT"] == "20"
+    without = worker_environment(openblas_path=None, cpus=4, ranks_on_host=1)
+    assert not {"LD_PRELOAD", "OPENBLAS_THREAD_TIMEOUT"} & without.keys()
 
 
 def test_every_value_is_text_as_an_environment_wants_it():

@@ -11,6 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from pomona.workers.engine import nucleus
+from pomona.workers.engine import sampling as sampling_module
 from pomona.workers.engine.base import EngineRequest, Sampling
 from pomona.workers.engine.nucleus import SHORTLIST
 from pomona.workers.engine.sampling import RowSampler, sample
@@ -180,7 +181,7 @@ def test_a_large_vocabulary_is_drawn_as_the_reference_says_wherever_the_nucleus_
     sampling = replace(sampling, top_k=top_k)
     logits = model(seed, 8)
     assume(all(reference(row, sampling)[1] > MARGIN / 100 for row in logits))
-    with patch.object(nucleus, "_on_gpu", return_value=on_gpu):
+    with patch.object(nucleus, "on_gpu", return_value=on_gpu):
         rows = rows_across(sampling, 8, LARGE)
         tokens = tokens_of(logits, rows)
     for row, token, line in zip(rows, tokens, logits, strict=True):
@@ -367,6 +368,17 @@ def test_a_greedy_batch_makes_nothing_of_the_logits_size():
     assert mx.get_peak_memory() - before < logits.nbytes / 8
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_greedy_takes_the_first_of_the_largest_on_any_device(dtype, gpu, monkeypatch):
+    monkeypatch.setattr(sampling_module, "on_gpu", lambda: gpu)
+    logits = mx.zeros((3, LARGE), dtype=dtype)
+    for row, token in enumerate((7, 0, LARGE - 1)):
+        logits[row, token] = 2.0
+    logits[0, 9] = 2.0
+    assert sample(logits, [a_row(Sampling()) for _ in range(3)]).tokens.tolist() == [7, 0, LARGE - 1]
+
+
 LAZY = (
     Sampling(),
     Sampling(temperature=0.8, min_p=0.1),
@@ -377,7 +389,9 @@ LAZY = (
 
 
 @pytest.mark.parametrize("batch", [*((sampling,) for sampling in LAZY), LAZY])
-def test_nothing_is_computed_before_it_is_read_over_several_steps(batch):
+def test_on_a_gpu_nothing_is_computed_before_it_is_read_over_several_steps(batch, monkeypatch):
+    monkeypatch.setattr(nucleus, "on_gpu", lambda: True)
+    monkeypatch.setattr(sampling_module, "on_gpu", lambda: True)
     rows = [a_row(sampling, min_tokens=2) for sampling in batch]
     result = sample(mx.zeros((len(rows), LARGE)), rows)
     mx.eval(result.arrays())

@@ -39,4 +39,7 @@ def worker_environment(*, openblas_path: str | None, cpus: int, ranks_on_host: i
     env = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     if openblas_path is not None:
         env["LD_PRELOAD"] = openblas_path
+        # Its idle threads spin for 2**20 clock ticks, longer than between two products of a pass, and not for the 2**26
+        # that it would: a core that other processes have work for.
+        env["OPENBLAS_THREAD_TIMEOUT"] = "20"
     return env

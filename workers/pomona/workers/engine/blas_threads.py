@@ -8,6 +8,7 @@ so it is measured.
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ TRIAL_PASSES = 5
 RETRIAL_PASSES = 400
 # One that is so much slower in its first pass is tried no further.
 HOPELESS = 1.3
-# Nothing is tried on passes over more tokens, since one could take seconds: they use what is best for so many.
-TRIAL_TOKENS = 255
+# Nothing is tried on passes over more tokens, since one could take seconds: they use what is best for fewer.
+TRIAL_TOKENS = 256
+# Twice the threads have to gain so much: they take cores from whatever else has work.
+WORTH_DOUBLING = 0.1
 SMOOTHING = 0.2
 
 
@@ -37,7 +40,7 @@ class _Times:
 
 
 class ThreadChooser:
-    """The fastest of `options` for a pass over so many tokens; those of one power of two are taken together. Pure."""
+    """The fastest of `options` for a pass over so many tokens; Pure."""
 
     def __init__(self, options: Iterable[int]) -> None:
         self._options = tuple(sorted(options, reverse=True))
@@ -46,11 +49,10 @@ class ThreadChooser:
 
     def choose(self, tokens: int) -> int:
         """Each option in turn for a few passes, most threads first; then the fastest."""
-        times = self._times_of(min(tokens, TRIAL_TOKENS))
-        tried = [option for option in self._options if times[option].samples]
-        best = min(tried, key=lambda option: times[option].seconds, default=self._options[0])
         if tokens > TRIAL_TOKENS:
-            return best
+            return self._best(self._largest_tried())
+        times = self._times_of(tokens)
+        best = self._best(times)
         for option in self._options:
             samples = times[option].samples
             if not samples or (samples < TRIAL_PASSES and times[option].seconds < HOPELESS * times[best].seconds):
@@ -61,15 +63,33 @@ class ThreadChooser:
         """A pass over `tokens` took so long. Now and then everything but the present choice is tried anew."""
         if tokens > TRIAL_TOKENS:
             return
-        times, bucket = self._times_of(tokens), tokens.bit_length()
+        times, bucket = self._times_of(tokens), _bucket(tokens)
         times[threads].add(seconds / tokens)
         self._passes[bucket] = self._passes.get(bucket, 0) + 1
         if self._passes[bucket] % RETRIAL_PASSES == 0:
             for option in self._options:
                 times[option].samples = TRIAL_PASSES if option == threads else 0
 
+    def _best(self, times: dict[int, _Times]) -> int:
+        """The fastest, where each thread more pays."""
+        tried = [option for option in self._options if times[option].samples]
+        worth = {option: times[option].seconds * (1 + WORTH_DOUBLING) ** math.log2(option) for option in tried}
+        return min(worth, key=lambda option: worth[option], default=self._options[0])
+
+    def _largest_tried(self) -> dict[int, _Times]:
+        """Of the longest passes that more than one option was tried on; empty where there are none."""
+        for bucket in sorted(self._times, reverse=True):
+            if sum(1 for times in self._times[bucket].values() if times.samples) > 1:
+                return self._times[bucket]
+        return {option: _Times() for option in self._options}
+
     def _times_of(self, tokens: int) -> dict[int, _Times]:
-        return self._times.setdefault(tokens.bit_length(), {option: _Times() for option in self._options})
+        return self._times.setdefault(_bucket(tokens), {option: _Times() for option in self._options})
+
+
+def _bucket(tokens: int) -> int:
+    """1, 2, 3 and 4, 5 to 8, ... 129 to 256 tokens are taken together."""
+    return (tokens - 1).bit_length()
 
 
 class BlasThreads:

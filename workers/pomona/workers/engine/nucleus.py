@@ -60,7 +60,7 @@ def choice_for(sampling: Sampling, vocab_size: int) -> Choice:
         return Choice.WHOLE
     if 0 < keep.top_k <= SHORTLIST:
         return Choice.SHORT
-    return Choice.RANKED if keep.top_k or _on_gpu() else Choice.NUCLEUS
+    return Choice.RANKED if keep.top_k or on_gpu() else Choice.NUCLEUS
 
 
 def draw(logits: mx.array, choice: Choice, filters: tuple[Filter, ...], uniforms: list[float]) -> mx.array:
@@ -242,11 +242,11 @@ def _blocked(rows: mx.array, size: int, fill: float) -> mx.array:
 
 
 def _exp(values: mx.array) -> mx.array:
-    if _on_gpu():
+    if on_gpu():
         return mx.exp(values)
     # MLX's exp on x86 takes two to three times as long as its power, which is the C library's
     return mx.power(2.0, values * math.log2(math.e))
 
 
-def _on_gpu() -> bool:
+def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)

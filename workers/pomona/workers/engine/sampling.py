@@ -2,7 +2,7 @@
 
 Rows that need the same work share one call over the vocabulary; a plain greedy row pays for an argmax, whoever sits
 beside it. Order: bias, min_tokens, grammar, penalties, temperature, top_k, top_p, min_p. All of it is lazy, so that the
-next step can start from `tokens` before anybody reads them; only top_p on a CPU has to look at the logits.
+next step can start from `tokens` before anybody reads them; only on a CPU argmax and top_p look at the logits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from .base import EngineRequest, Logprob
-from .nucleus import Choice, Filter, choice_for, draw, largest, log_total
+from .nucleus import Choice, Filter, choice_for, draw, largest, log_total, on_gpu
 from .penalties import OFF, Bias, Mask, Penalty, Tally, add_biases, apply_masks, penalise
 
 
@@ -173,8 +173,16 @@ def _choose(logits: mx.array, need: _Need, rows: list[RowSampler], masks: list[M
         tallies = [row.tally(logits.shape[-1]) for row in rows]
         logits = penalise(logits, tuple(row.penalty for row in rows), tallies)
     if need.choice is Choice.GREEDY:
-        return mx.argmax(logits, axis=-1)
+        return _likeliest(logits)
     return draw(logits, need.choice, tuple(row.filter for row in rows), [row.uniform() for row in rows])
+
+
+def _likeliest(logits: mx.array) -> mx.array:
+    """[B] uint32: greedy tokens; where a row has a NaN, its place."""
+    if on_gpu() or logits.dtype != mx.float32:
+        return mx.argmax(logits, axis=-1)
+    # numpy is five times as fast as MLX's CPU back end
+    return mx.array(np.argmax(np.array(logits, copy=False), axis=-1).astype(np.uint32))
 
 
 def _rows(array: mx.array, members: list[int]) -> mx.array:
