@@ -196,3 +196,33 @@ def test_nothing_that_is_not_a_number_is_kept_of_a_prompt_that_is_not_whole(fold
     assert "not a number" in owner.failed["a"]
     assert result.cached_tokens == 0
     owner.check_empty()
+
+
+def test_what_the_cache_saves_one_prompt_goes_to_the_next(owner: Owner, watched: Watched) -> None:
+    rng = random.Random(4)
+    head = prompt(rng, 30)
+    ask(owner, "first", [*head, 3])
+    owner.run()
+    # Of a budget of 512, four of 128: the cache holds 30 of each, so there is room for one more, and a part.
+    for i in range(8):
+        ask(owner, str(i), [*head, *prompt(rng, 98)])
+    watched.shapes.clear()
+    result = owner.step()
+    assert watched.shapes == [(5, 98), (1, 22)]
+    assert result.prompt_tokens == 512
+    owner.run()
+    owner.assert_alone(watched.model)
+
+
+def test_no_more_is_given_away_than_was_saved(owner: Owner, watched: Watched) -> None:
+    rng = random.Random(5)
+    head = prompt(rng, 40)
+    ask(owner, "first", [*head, 3])
+    owner.run()
+    for i in range(2):
+        ask(owner, str(i), [*head, *prompt(rng, 260 + i)])
+    ask(owner, "long", prompt(rng, 480))
+    watched.shapes.clear()
+    result = owner.step()
+    assert [prefilled.position for prefilled in result.prefilled] == [300, 252, 40]
+    assert watched.shapes == [(1, 260), (1, 212), (1, 40)]

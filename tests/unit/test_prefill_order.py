@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pomona.workers.engine.base import Chunk, EngineRequest, Failed, FinishReason, Prefilled, StepResult, StepTimes
 from pomona.workers.engine.pace import MIN_CHUNK_TOKENS, Pace
 from pomona.workers.engine.pools import Pools
-from pomona.workers.engine.prefill_order import OVERRUN_TOKENS, STARVED_STEPS, common_prefix, find_hold, share
+from pomona.workers.engine.prefill_order import OVERRUN_TOKENS, STARVED_STEPS, common_prefix, find_hold, share, spare
 from pomona.workers.engine.requests import Live, Phase
 from pomona.workers.engine.scheduler import Rules, Scheduler
 from scheduling import chunked, request, result, scheduler, started, step, submit_all, token
@@ -151,6 +151,13 @@ def test_a_prompt_is_told_to_be_cut_where_others_wait_for_it():
     assert engine.plan().prefill == (Chunk("a", 110, cut=100),)
     engine.commit(StepResult(prefilled=(Prefilled("a", 100, 0),)))
     assert [(chunk.request_id, chunk.cut) for chunk in engine.plan().prefill] == [("a", 0), ("b", 0), ("c", 0)]
+
+
+def test_whoever_has_no_chunk_is_spare_the_shortest_first():
+    prompts = [prompt("long", 500), prompt("a", 60), prompt("b", 50), prompt("c", 40)]
+    chunks = share(90, prompts, step=1)
+    assert chunks == (Chunk("c", 40), Chunk("b", 50))
+    assert spare(chunks, prompts) == (Chunk("a", 60), Chunk("long", 500))
 
 
 # -- in the scheduler -----------------------------------------------------------------------------------------

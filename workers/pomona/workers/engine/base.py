@@ -131,13 +131,17 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the next step does, in this order: drop `leave` (ended or preempted), shrink the prefix cache to at most
-    `cache_tokens` and `cache_slots`, take in `start`, decode every row that is in, compute the chunks of `prefill`."""
+    `cache_tokens` and `cache_slots`, take in `start`, decode every row that is in, compute the chunks of `prefill`.
+
+    Those of `spare`, in order, may have the tokens that the others turn out not to need, since the cache holds them.
+    """
 
     leave: tuple[str, ...] = ()
     start: tuple[Admitted, ...] = ()
     prefill: tuple[Chunk, ...] = ()
     cache_tokens: int = 0
     cache_slots: int = 0
+    spare: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

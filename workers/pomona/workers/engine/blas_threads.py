@@ -12,84 +12,83 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-# Passes that each count is tried for, and after how many passes the others are tried again.
+# In a trial the counts take turns for so many passes each, and after so many passes there is another trial.
 TRIAL_PASSES = 5
 RETRIAL_PASSES = 400
-# One that is so much slower in its first pass is tried no further.
+# One that is so much slower in its first passes is tried no further.
+HOPELESS_PASSES = 2
 HOPELESS = 1.3
 # Nothing is tried on passes over more tokens, since one could take seconds: they use what is best for fewer.
 TRIAL_TOKENS = 256
 # Twice the threads have to gain so much: they take cores from whatever else has work.
 WORTH_DOUBLING = 0.1
-SMOOTHING = 0.2
 
 
-@dataclass(slots=True)
-class _Times:
-    """Smoothed seconds a token, and how many passes are in it since the last trial."""
+class Trial:
+    """Which of `options` (numbers of threads) is best for passes of about one size. Pure."""
 
-    seconds: float = 0.0
-    samples: int = 0
+    def __init__(self, options: Iterable[int]) -> None:
+        # Seconds a token, most threads first.
+        self._seen: dict[int, list[float]] = {option: [] for option in sorted(options, reverse=True)}
+        self._passes = 0
 
-    def add(self, seconds: float) -> None:
-        weight = max(SMOOTHING, 1 / (self.samples + 1))
-        self.seconds += weight * (seconds - self.seconds)
-        self.samples += 1
+    @property
+    def over(self) -> bool:
+        """It is time for another."""
+        return self._passes >= RETRIAL_PASSES
+
+    @property
+    def compared(self) -> bool:
+        return all(self._seen.values())
+
+    @property
+    def best(self) -> int:
+        """Whose fastest pass is worth its threads; slower passes were disturbed."""
+        worth = {n: min(seen) * (1 + WORTH_DOUBLING) ** math.log2(n) for n, seen in self._seen.items() if seen}
+        return min(worth, key=lambda option: worth[option], default=max(self._seen))
+
+    def choose(self) -> int:
+        """In turns, so that a machine that gets slower or faster meanwhile favours none; then the best."""
+        untried = [option for option in self._seen if self._is_worth_a_try(option)]
+        return min(untried, key=lambda option: len(self._seen[option]), default=self.best)
+
+    def record(self, threads: int, seconds: float) -> None:
+        self._passes += 1
+        if len(self._seen[threads]) < TRIAL_PASSES:
+            self._seen[threads].append(seconds)
+
+    def _is_worth_a_try(self, option: int) -> bool:
+        seen = self._seen[option]
+        if len(seen) < HOPELESS_PASSES:
+            return True
+        return len(seen) < TRIAL_PASSES and min(seen) < HOPELESS * min(map(min, filter(None, self._seen.values())))
 
 
 class ThreadChooser:
-    """The fastest of `options` for a pass over so many tokens; Pure."""
+    """The best number of threads for a pass over so many tokens. Pure."""
 
     def __init__(self, options: Iterable[int]) -> None:
-        self._options = tuple(sorted(options, reverse=True))
-        self._times: dict[int, dict[int, _Times]] = {}
-        self._passes: dict[int, int] = {}
+        self._options = frozenset(options)
+        self._trials: dict[int, Trial] = {}
 
     def choose(self, tokens: int) -> int:
-        """Each option in turn for a few passes, most threads first; then the fastest."""
-        if tokens > TRIAL_TOKENS:
-            return self._best(self._largest_tried())
-        times = self._times_of(tokens)
-        best = self._best(times)
-        for option in self._options:
-            samples = times[option].samples
-            if not samples or (samples < TRIAL_PASSES and times[option].seconds < HOPELESS * times[best].seconds):
-                return option
-        return best
+        if tokens <= TRIAL_TOKENS:
+            return self._trial(tokens).choose()
+        compared = [bucket for bucket, trial in self._trials.items() if trial.compared]
+        return self._trials[max(compared)].best if compared else max(self._options)
 
     def record(self, tokens: int, threads: int, seconds: float) -> None:
-        """A pass over `tokens` took so long. Now and then everything but the present choice is tried anew."""
-        if tokens > TRIAL_TOKENS:
-            return
-        times, bucket = self._times_of(tokens), _bucket(tokens)
-        times[threads].add(seconds / tokens)
-        self._passes[bucket] = self._passes.get(bucket, 0) + 1
-        if self._passes[bucket] % RETRIAL_PASSES == 0:
-            for option in self._options:
-                times[option].samples = TRIAL_PASSES if option == threads else 0
+        """A pass over `tokens` took so long."""
+        if tokens <= TRIAL_TOKENS:
+            self._trial(tokens).record(threads, seconds / tokens)
 
-    def _best(self, times: dict[int, _Times]) -> int:
-        """The fastest, where each thread more pays."""
-        tried = [option for option in self._options if times[option].samples]
-        worth = {option: times[option].seconds * (1 + WORTH_DOUBLING) ** math.log2(option) for option in tried}
-        return min(worth, key=lambda option: worth[option], default=self._options[0])
-
-    def _largest_tried(self) -> dict[int, _Times]:
-        """Of the longest passes that more than one option was tried on; empty where there are none."""
-        for bucket in sorted(self._times, reverse=True):
-            if sum(1 for times in self._times[bucket].values() if times.samples) > 1:
-                return self._times[bucket]
-        return {option: _Times() for option in self._options}
-
-    def _times_of(self, tokens: int) -> dict[int, _Times]:
-        return self._times.setdefault(_bucket(tokens), {option: _Times() for option in self._options})
-
-
-def _bucket(tokens: int) -> int:
-    """1, 2, 3 and 4, 5 to 8, ... 129 to 256 tokens are taken together."""
-    return (tokens - 1).bit_length()
+    def _trial(self, tokens: int) -> Trial:
+        """Sizes that differ by less than a fifth share one."""
+        bucket = round(4 * math.log2(tokens))
+        if bucket not in self._trials or self._trials[bucket].over:
+            self._trials[bucket] = Trial(self._options)
+        return self._trials[bucket]
 
 
 class BlasThreads:

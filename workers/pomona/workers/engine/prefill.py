@@ -16,6 +16,8 @@ from .base import Chunk, Failed, Prefilled, TokenOut
 from .blas_threads import BlasThreads
 from .decoder import NOT_A_NUMBER, token_out
 from .kept import Kept
+from .pace import MIN_CHUNK_TOKENS
+from .prefill_order import OVERRUN_TOKENS
 from .rows import leaves, planes
 from .sampling import sample
 from .segments import is_state
@@ -61,6 +63,9 @@ class _Part:
         return self.end == len(self.sequence.tokens)
 
 
+Given = Ordered[tuple[Sequence, Chunk]]
+
+
 def passes(lengths: Ordered[int]) -> list[list[int]]:
     """Which chunks, as indices, go together in a pass: short ones of about the same length. Pure."""
     groups: list[list[int]] = []
@@ -85,28 +90,49 @@ class Prefill:
         self._blas = blas
         self._joint = joint.possible(model, make_caches)
 
-    def step(self, chunks: Ordered[tuple[Sequence, Chunk]]) -> Computed:
+    def step(self, chunks: Given, spare: Given = ()) -> Computed:
         done = Computed()
-        # One in a pass begins when the one before it is computed: it may begin with what that leaves in the cache.
-        for together in [chunks] if self._joint else [[chunk] for chunk in chunks]:
-            parts = []
-            for sequence, chunk in together:
-                with failing(done, [sequence]):
-                    parts.append(self._part(sequence, chunk))
-            for group in passes([part.end - part.sequence.position for part in parts]):
-                with failing(done, [parts[i].sequence for i in group]):
-                    self._pass([parts[i] for i in group], done)
+        parts = self._parts(chunks, spare, done)
+        if not self._joint:  # each begins when the one before it is computed, and may reuse that
+            for part in parts:
+                self._pass([part], done)
+            return done
+        together = list(parts)
+        for group in passes([len(part.tokens) for part in together]):
+            self._pass([together[i] for i in group], done)
         return done
 
-    def _part(self, sequence: Sequence, chunk: Chunk) -> _Part:
-        if chunk.cut:
-            self._kept.cut(sequence, chunk.cut)
-        if sequence.caches is None:
-            self._kept.begin(sequence)
-        start, end = sequence.position, min(sequence.position + chunk.tokens, len(sequence.tokens))
-        return _Part(sequence, min((cut for cut in sequence.cuts if start < cut < end), default=end))
+    def _parts(self, chunks: Given, spare: Given, done: Computed) -> Iterator[_Part]:
+        """What to compute. What a chunk does not need, because the cache holds it, goes to the next of `spare`."""
+        saved = 0
+        for sequence, chunk in chunks:
+            if part := self._part(sequence, chunk, chunk.tokens, done):
+                saved += chunk.tokens - len(part.tokens)
+                yield part
+        for sequence, chunk in spare:
+            if saved < MIN_CHUNK_TOKENS:
+                break
+            if part := self._part(sequence, chunk, saved, done, overrun=min(OVERRUN_TOKENS, saved // 2)):
+                saved -= len(part.tokens)
+                yield part
+
+    def _part(self, sequence: Sequence, chunk: Chunk, tokens: int, done: Computed, overrun: int = 0) -> _Part | None:
+        """The next `tokens` of a sequence, or `overrun` more where that ends its prompt."""
+        with failing(done, [sequence]):
+            if chunk.cut:
+                self._kept.cut(sequence, chunk.cut)
+            if sequence.caches is None:
+                self._kept.begin(sequence)
+            start, whole = sequence.position, len(sequence.tokens)
+            end = whole if whole - start <= tokens + overrun else start + tokens
+            return _Part(sequence, min((cut for cut in sequence.cuts if start < cut < end), default=end))
+        return None
 
     def _pass(self, parts: Ordered[_Part], done: Computed) -> None:
+        with failing(done, [part.sequence for part in parts]):
+            self._compute(parts, done)
+
+    def _compute(self, parts: Ordered[_Part], done: Computed) -> None:
         tokens, caches = [part.tokens for part in parts], [part.sequence.caches or [] for part in parts]
         with self._blas.prefill(len(tokens) * max(map(len, tokens))):
             logits = joint.run(self._model, tokens, caches)

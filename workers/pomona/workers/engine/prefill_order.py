@@ -89,7 +89,7 @@ def share(budget_tokens: int, prompts: Sequence[Live], step: int) -> tuple[Chunk
         first = min(starved, key=lambda live: (live.served_step, live.rank))
         given[first] = min(first.remaining_tokens, max(least, budget_tokens // 4))
     left = budget_tokens - sum(given.values())
-    for live in sorted(prompts, key=lambda live: (live.remaining_tokens, live.rank)):
+    for live in _shortest_first(prompts):
         if left <= 0:
             break
         had = given.get(live, 0)
@@ -101,3 +101,14 @@ def share(budget_tokens: int, prompts: Sequence[Live], step: int) -> tuple[Chunk
     for live in given:
         live.served_step = step
     return tuple(Chunk(live.request_id, tokens, live.next_cut) for live, tokens in given.items())
+
+
+def spare(chunks: Sequence[Chunk], prompts: Iterable[Live]) -> tuple[Chunk, ...]:
+    """Whole rests of the prompts without a chunk, the shortest first: they take what reuse saves the others."""
+    given = {chunk.request_id for chunk in chunks}
+    left_out = _shortest_first(live for live in prompts if live.request_id not in given)
+    return tuple(Chunk(live.request_id, live.remaining_tokens, live.next_cut) for live in left_out)
+
+
+def _shortest_first(prompts: Iterable[Live]) -> list[Live]:
+    return sorted(prompts, key=lambda live: (live.remaining_tokens, live.rank))

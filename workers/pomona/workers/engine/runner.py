@@ -55,8 +55,11 @@ class ModelRunner:
         for sequence in decoded.ended:
             self._retire(sequence)
         started = time.perf_counter()
-        chunks = [(self._prompts[c.request_id], c) for c in plan.prefill if c.request_id in self._prompts]
-        computed = self._prefill.step(chunks)
+        chunks, spare = (
+            [(self._prompts[chunk.request_id], chunk) for chunk in some if chunk.request_id in self._prompts]
+            for some in (plan.prefill, plan.spare)
+        )
+        computed = self._prefill.step(chunks, spare)
         for sequence in computed.ended:
             del self._prompts[sequence.request_id]
         for sequence in computed.whole:

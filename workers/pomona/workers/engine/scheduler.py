@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import Overloaded, RequestError, Unavailable
-from .base import Admitted, Chunk, EngineRequest, Failed, StepPlan, StepResult, TokenOut
+from .base import Admitted, EngineRequest, Failed, StepPlan, StepResult, TokenOut
 from .pace import Pace
 from .pools import Need, Pools
-from .prefill_order import find_hold, release_holds, share
+from .prefill_order import find_hold, release_holds, share, spare
 from .requests import LEGAL_MOVES, IllegalMove, Live, Phase, WaitingQueue, rank_of
 
 __all__ = ["LEGAL_MOVES", "Booked", "IllegalMove", "Live", "Phase", "Rules", "Scheduler"]
@@ -164,12 +164,13 @@ class Scheduler:
         preempted = self._grow()
         # Whoever just made room, or one behind it, would only be next to make room again.
         start = () if preempted else self._admit()
-        prefill = self._chunks()
+        prompts = self._prompts()
+        prefill = share(self._pace.budget(self._streams > 0), prompts, self._step) if prompts else ()
         leave, self._leave = tuple(self._leave), []
         if not self.rules.prefix_cache:
             return StepPlan(leave, start, prefill)
         slots = self.pools.aux_slots.room + self._lent_slots() if self.rules.aux_slots_per_request else 0
-        return StepPlan(leave, start, prefill, self.pools.kv_tokens.room, slots)
+        return StepPlan(leave, start, prefill, self.pools.kv_tokens.room, slots, spare(prefill, prompts))
 
     def _lent_slots(self) -> int:
         """Running requests' slots that the prefix cache may use: each one's own state takes only one of them."""
@@ -234,13 +235,11 @@ class Scheduler:
     def _prefilling(self) -> list[Live]:
         return [live for live in self._running.values() if live.phase is Phase.PREFILLING]
 
-    def _chunks(self) -> tuple[Chunk, ...]:
+    def _prompts(self) -> list[Live]:
+        """Those that may have a chunk in this step."""
         prefilling = self._prefilling()
         self._streams = len(self._running) - len(prefilling)
-        prompts = release_holds(prefilling, self._step)
-        if not prompts:
-            return ()
-        return share(self._pace.budget(self._streams > 0), prompts, self._step)
+        return release_holds(prefilling, self._step)
 
     def commit(self, result: StepResult) -> Booked:
         """Book what a step brought; whatever is for requests that left or were preempted meanwhile is dropped."""
@@ -248,7 +247,7 @@ class Scheduler:
         for progress in result.prefilled:
             live = self._running.get(progress.request_id)
             if live is not None and live.phase is Phase.PREFILLING:
-                live.position = progress.position
+                live.position, live.served_step = progress.position, self._step
         tokens = tuple([token for token in result.tokens if self._book(token)])
         failed = (*self._doomed.values(), *[failure for failure in result.failed if self._fail(failure.request_id)])
         self._doomed.clear()
