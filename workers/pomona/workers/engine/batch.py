@@ -33,9 +33,11 @@ class Size:
     def holds(self, other: Size) -> bool:
         return self.rows >= other.rows and self.columns >= other.columns
 
-    def grown(self, needed: Size) -> Size:
-        """With room to spare in what has to grow: growing copies the batch, so it has to be rare."""
-        rows = self.rows if self.rows >= needed.rows else needed.rows + max(1, needed.rows // 2)
+    def grown(self, needed: Size, coming: int = 0) -> Size:
+        """With room to spare in what has to grow, for `coming` rows and others: growing copies the batch, and stops
+        everybody in it, so it has to be rare."""
+        wanted = needed.rows + coming
+        rows = self.rows if self.rows >= needed.rows else wanted + max(1, wanted // 2)
         spare = max(SPARE_COLUMNS, needed.columns // 4)
         return Size(rows, self.columns if self.columns >= needed.columns else needed.columns + spare)
 

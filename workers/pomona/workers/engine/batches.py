@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .batch import DecodeBatch, Size, SoloBatch
@@ -16,14 +16,22 @@ REVIEW_STEPS = 64
 
 class Batches:
     """`most_cells` bounds what is allocated, in KV tokens, and may change between steps. It has to hold all sequences
-    in batches of their own."""
+    in batches of their own. `coming` tells the lengths of those that will be added."""
 
-    def __init__(self, model: Any, like: list[Any], cost: StepCost, most_cells: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        like: list[Any],
+        cost: StepCost,
+        most_cells: int,
+        coming: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
         self._model = model
         self._like = like
         self._solo = bool(unbatchable(like))
         self._cost = cost
         self.most_cells = most_cells
+        self._coming = coming
         self._batches: list[Any] = []
         self._steps_to_review = 0
 
@@ -135,9 +143,11 @@ class Batches:
         """Room for `needed`; some to spare where that fits, since growing copies the batch."""
         if batch.size.holds(needed):
             return
-        others = self.cells - batch.size.cells
-        size = batch.size.grown(needed)
-        batch.resize(size if others + size.cells <= self.most_cells else needed.tight())
+        room = self.most_cells - (self.cells - batch.size.cells)
+        # Much shorter ones may go elsewhere.
+        coming = sum(1 for length in self._coming() if 2 * length >= needed.columns)
+        sizes = (batch.size.grown(needed, coming), batch.size.grown(needed))
+        batch.resize(next((size for size in sizes if size.cells <= room), needed.tight()))
 
     def _squeeze(self) -> None:
         """More is allocated than there is: nothing to spare any more, then less padding."""

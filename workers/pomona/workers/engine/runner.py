@@ -37,17 +37,17 @@ class ModelRunner:
         self._kv_tokens = kv_tokens
         self._kept = Kept(make_caches)
         self._cost = cost or StepCost()
-        self._batches = Batches(model, make_caches(), self._cost, kv_tokens)
+        self._prompts: dict[str, Sequence] = {}  # not whole yet
+        self._batches = Batches(model, make_caches(), self._cost, kv_tokens, self._prompt_lengths)
         self._decoder = Decoder(self._batches, blas, self._cost)
         self._prefill = Prefill(model, make_caches, self._kept, blas)
-        self._prompts: dict[str, Sequence] = {}  # not whole yet
         self._answers: dict[str, Sequence] = {}  # in a batch
 
     def step(self, plan: StepPlan) -> StepResult:
         for request_id in plan.leave:
             self._drop(request_id)
         refused = [failed for admitted in plan.start for failed in self._start(admitted)]
-        self._batches.most_cells = self._kv_tokens - sum(len(s.tokens) for s in self._prompts.values())
+        self._batches.most_cells = self._kv_tokens - sum(self._prompt_lengths())
         self._kept.begin_step(plan, self._batches.most_cells - self._batches.cells)
         decoded = self._decoder.step()
         for failed in decoded.failed:
@@ -109,6 +109,9 @@ class ModelRunner:
         self._answers[sequence.request_id] = self._prompts.pop(sequence.request_id)
         caches, sequence.caches = sequence.caches, None
         self._batches.add(sequence, caches or [])
+
+    def _prompt_lengths(self) -> list[int]:
+        return [len(sequence.tokens) for sequence in self._prompts.values()]
 
     def _lose(self, request_id: str) -> None:
         """A sequence failed: nothing of it can be trusted."""
