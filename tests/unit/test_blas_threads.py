@@ -15,6 +15,10 @@ from pomona.workers.engine.blas_threads import (
 )
 
 
+def chooser_of(*options: int) -> ThreadChooser:
+    return ThreadChooser(options, per_octave=4)
+
+
 def learnt(chooser: ThreadChooser, tokens: int, seconds: dict[int, float], passes: int) -> list[int]:
     """Run so many passes that take `seconds[threads]`; the choices."""
     choices = []
@@ -25,19 +29,19 @@ def learnt(chooser: ThreadChooser, tokens: int, seconds: dict[int, float], passe
 
 
 def test_every_count_has_its_turns_and_the_fastest_stays():
-    choices = learnt(ThreadChooser([1, 2, 4]), 8, {1: 0.12, 2: 0.1, 4: 0.1}, 3 * TRIAL_PASSES + 10)
+    choices = learnt(chooser_of(1, 2, 4), 8, {1: 0.12, 2: 0.1, 4: 0.1}, 3 * TRIAL_PASSES + 10)
     assert choices[: 3 * TRIAL_PASSES] == [4, 2, 1] * TRIAL_PASSES
     assert set(choices[3 * TRIAL_PASSES :]) == {2}
 
 
 def test_more_threads_have_to_pay() -> None:
-    chooser = ThreadChooser([1, 2])
-    learnt(chooser, 8, {1: 0.105, 2: 0.1}, 2 * TRIAL_PASSES)
+    chooser = chooser_of(1, 2)
+    learnt(chooser, 8, {1: 0.102, 2: 0.1}, 2 * TRIAL_PASSES)
     assert chooser.choose(8) == 1
 
 
 def test_one_that_is_far_slower_is_not_tried_to_the_end():
-    choices = learnt(ThreadChooser([1, 2]), 8, {1: 0.2, 2: 0.1}, 20)
+    choices = learnt(chooser_of(1, 2), 8, {1: 0.2, 2: 0.1}, 20)
     assert choices == [2, 1] * HOPELESS_PASSES + [2] * (20 - 2 * HOPELESS_PASSES)
 
 
@@ -60,14 +64,21 @@ def test_a_choice_does_not_change_with_every_slow_pass():
 
 
 def test_sizes_are_judged_apart():
-    chooser = ThreadChooser([1, 2])
+    chooser = chooser_of(1, 2)
     learnt(chooser, 8, {1: 0.1, 2: 0.2}, 2 * TRIAL_PASSES)
     learnt(chooser, 1, {1: 0.2, 2: 0.1}, 2 * TRIAL_PASSES)
     assert (chooser.choose(8), chooser.choose(1)) == (1, 2)
 
 
+def test_fewer_sizes_are_told_apart_where_passes_are_dear():
+    chooser = ThreadChooser([1, 2], per_octave=1)
+    learnt(chooser, 100, {1: 10.0, 2: 20.0}, 2 * TRIAL_PASSES)
+    assert [chooser.choose(tokens) for tokens in (60, 91, 130, 180)] == [2, 1, 1, 1]
+    assert chooser.choose(182) == 2, "the next octave is untried"
+
+
 def test_long_passes_use_what_was_best_for_shorter_ones_and_try_nothing():
-    chooser = ThreadChooser([1, 2])
+    chooser = chooser_of(1, 2)
     assert learnt(chooser, 2 * TRIAL_TOKENS, {1: 1.0, 2: 1.0}, 20) == [2] * 20
     learnt(chooser, TRIAL_TOKENS // 2, {1: 0.1, 2: 0.2}, 2 * TRIAL_PASSES)
     chooser.record(TRIAL_TOKENS, 2, 1.0)  # of these only one was tried
@@ -75,7 +86,7 @@ def test_long_passes_use_what_was_best_for_shorter_ones_and_try_nothing():
 
 
 def test_a_machine_that_changes_is_measured_again():
-    chooser = ThreadChooser([1, 2])
+    chooser = chooser_of(1, 2)
     learnt(chooser, 8, {1: 0.1, 2: 0.2}, RETRIAL_PASSES)
     learnt(chooser, 8, {1: 0.3, 2: 0.2}, 2 * TRIAL_PASSES)
     assert chooser.choose(8) == 2

@@ -22,7 +22,7 @@ HOPELESS = 1.3
 # Nothing is tried on passes over more tokens, since one could take seconds: they use what is best for fewer.
 TRIAL_TOKENS = 256
 # Twice the threads have to gain so much: they take cores from whatever else has work.
-WORTH_DOUBLING = 0.1
+WORTH_DOUBLING = 0.03
 
 
 class Trial:
@@ -66,10 +66,11 @@ class Trial:
 
 
 class ThreadChooser:
-    """The best number of threads for a pass over so many tokens. Pure."""
+    """The best number of threads for a pass over so many tokens, judged `per_octave` times in each. Pure."""
 
-    def __init__(self, options: Iterable[int]) -> None:
+    def __init__(self, options: Iterable[int], per_octave: int) -> None:
         self._options = frozenset(options)
+        self._per_octave = per_octave
         self._trials: dict[int, Trial] = {}
 
     def choose(self, tokens: int) -> int:
@@ -84,8 +85,7 @@ class ThreadChooser:
             self._trial(tokens).record(threads, seconds / tokens)
 
     def _trial(self, tokens: int) -> Trial:
-        """Sizes that differ by less than a fifth share one."""
-        bucket = round(4 * math.log2(tokens))
+        bucket = round(self._per_octave * math.log2(tokens))
         if bucket not in self._trials or self._trials[bucket].over:
             self._trials[bucket] = Trial(self._options)
         return self._trials[bucket]
@@ -101,7 +101,8 @@ class BlasThreads:
         self._now = most
         self._clock = clock
         options = {1, max(1, most // 2), most}
-        self._decode, self._prefill = ThreadChooser(options), ThreadChooser(options)
+        # Steps are many and cost little each; prompts are few, and a pass of them is dear.
+        self._decode, self._prefill = ThreadChooser(options, per_octave=4), ThreadChooser(options, per_octave=1)
 
     @contextmanager
     def decode(self, rows: int) -> Iterator[None]:
