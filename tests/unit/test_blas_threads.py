@@ -53,6 +53,14 @@ def test_a_machine_that_gets_slower_during_a_trial_favours_none():
     assert trial.best == 2
 
 
+def test_one_that_is_often_disturbed_is_not_chosen_for_its_fastest_pass():
+    trial = Trial([1, 2])
+    for seconds in (0.1, 0.2, 0.2, 0.25, 0.1):
+        trial.record(2, seconds)
+        trial.record(1, 0.17)
+    assert trial.best == 1
+
+
 def test_a_choice_does_not_change_with_every_slow_pass():
     trial = Trial([1, 2])
     for _ in range(2 * TRIAL_PASSES):

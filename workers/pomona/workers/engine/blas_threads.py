@@ -12,10 +12,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from statistics import median
 
 # In a trial the counts take turns for so many passes each, and after so many passes there is another trial.
 TRIAL_PASSES = 5
-RETRIAL_PASSES = 400
+RETRIAL_PASSES = 100
 # One that is so much slower in its first passes is tried no further.
 HOPELESS_PASSES = 2
 HOPELESS = 1.3
@@ -44,8 +45,8 @@ class Trial:
 
     @property
     def best(self) -> int:
-        """Whose fastest pass is worth its threads; slower passes were disturbed."""
-        worth = {n: min(seen) * (1 + WORTH_DOUBLING) ** math.log2(n) for n, seen in self._seen.items() if seen}
+        """By the median: a single disturbed pass says nothing, but being disturbed often is what many threads cost."""
+        worth = {n: median(seen) * (1 + WORTH_DOUBLING) ** math.log2(n) for n, seen in self._seen.items() if seen}
         return min(worth, key=lambda option: worth[option], default=max(self._seen))
 
     def choose(self) -> int:
@@ -62,7 +63,9 @@ class Trial:
         seen = self._seen[option]
         if len(seen) < HOPELESS_PASSES:
             return True
-        return len(seen) < TRIAL_PASSES and min(seen) < HOPELESS * min(map(min, filter(None, self._seen.values())))
+        return len(seen) < TRIAL_PASSES and median(seen) < HOPELESS * min(
+            map(median, filter(None, self._seen.values()))
+        )
 
 
 class ThreadChooser:
