@@ -58,6 +58,7 @@ def test_three_thousand_requests_leave_nothing_behind(model: Any, traced: None) 
     rng = random.Random(1)
     owner = Owner(model, requests=64, kv_tokens=2000, admit_ahead_tokens=8, growth_tokens=8)
     others = alive(Sequence, Live)
+    before = mx.get_active_memory()
     device: list[int] = []
     host: list[int] = []
     for wave in range(WAVES):
@@ -71,9 +72,12 @@ def test_three_thousand_requests_leave_nothing_behind(model: Any, traced: None) 
         device.append(mx.get_active_memory())
         host.append(tracemalloc.get_traced_memory()[0])
     assert owner.most_running == 64
-    assert max(device[5:]) - max(device[2:5]) < 100_000
+    # What the prefix cache holds of 2,000 tokens varies by its shape: 1.0 to 1.4 MB over 24 waves, without a trend. A
+    # token lost with each request would be 1.5 MB.
+    assert max(device[5:]) - max(device[2:5]) < 500_000
     assert max(host[5:]) - max(host[2:5]) < 200_000
-    owner.close()
+    owner.runner.close()
+    assert mx.get_active_memory() - before < 20_000, "all that is left was the prefix cache's"
 
 
 def test_every_owner_of_sixteen_runs_as_many_requests_as_it_may(model: Any) -> None:
