@@ -43,10 +43,15 @@ class AnswerQueue:
         self._deltas: deque[Delta] = deque()
         self._some = asyncio.Event()
         self._late = False
+        self._complete = False
         self.ended = False
 
     def put(self, delta: Delta) -> None:
-        """Called on the event loop."""
+        """Called on the event loop. After the last delta nothing counts: a step that runs while an answer is aborted
+        may still say a token."""
+        if self._complete:
+            return
+        self._complete = delta.last
         self._deltas.append(delta)
         self._some.set()
 
