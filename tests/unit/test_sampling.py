@@ -388,10 +388,16 @@ LAZY = (
 )
 
 
-@pytest.mark.parametrize("batch", [*((sampling,) for sampling in LAZY), LAZY])
-def test_on_a_gpu_nothing_is_computed_before_it_is_read_over_several_steps(batch, monkeypatch):
-    monkeypatch.setattr(nucleus, "on_gpu", lambda: True)
-    monkeypatch.setattr(sampling_module, "on_gpu", lambda: True)
+ON_ITS_OWN = [(sampling,) for sampling in LAZY]
+
+
+# On a CPU a greedy row looks at its logits.
+@pytest.mark.parametrize(
+    ("gpu", "batch"), [*((True, batch) for batch in [*ON_ITS_OWN, LAZY]), *((False, batch) for batch in ON_ITS_OWN[1:])]
+)
+def test_nothing_is_computed_before_it_is_read_over_several_steps(gpu, batch, monkeypatch):
+    monkeypatch.setattr(nucleus, "on_gpu", lambda: gpu)
+    monkeypatch.setattr(sampling_module, "on_gpu", lambda: gpu)
     rows = [a_row(sampling, min_tokens=2) for sampling in batch]
     result = sample(mx.zeros((len(rows), LARGE)), rows)
     mx.eval(result.arrays())

@@ -58,9 +58,11 @@ class Kept:
         reused = (state.position if state else 0) if self._has_state else match.length
         if match.length - reused >= WORTH_A_CUT_TOKENS:
             self.cut(sequence, match.length)
-        sequence.caches = restored(
-            self._make_caches, _first(match.parts, reused), state.state if state else None, len(sequence.tokens)
-        )
+        # Room for one token more than the prompt: an assignment that fills an array keeps the buffer that was assigned,
+        # and that is a whole pass of several prompts.
+        capacity = len(sequence.tokens) + 1
+        held = _first(match.parts, reused)
+        sequence.caches = restored(self._make_caches, held, state.state if state else None, capacity)
         sequence.position = sequence.cached = sequence.snapshot_at = reused
 
     def cut(self, sequence: Sequence, tokens: int) -> None:

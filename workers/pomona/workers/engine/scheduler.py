@@ -165,7 +165,7 @@ class Scheduler:
         # Whoever just made room, or one behind it, would only be next to make room again.
         start = () if preempted else self._admit()
         prompts = self._prompts()
-        prefill = share(self._pace.budget(self._streams > 0), prompts, self._step) if prompts else ()
+        prefill = share(self._pace.budget(self._streams > 0), prompts, self._step)
         leave, self._leave = tuple(self._leave), []
         if not self.rules.prefix_cache:
             return StepPlan(leave, start, prefill)
