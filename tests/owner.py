@@ -15,6 +15,7 @@ import tiny
 from pomona.workers.engine.base import EngineRequest, StepPlan, StepResult
 from pomona.workers.engine.pace import Pace
 from pomona.workers.engine.pools import Pools
+from pomona.workers.engine.rows import planes
 from pomona.workers.engine.runner import ModelRunner
 from pomona.workers.engine.scheduler import Rules, Scheduler
 from pomona.workers.engine.split import Shape, StepCost
@@ -72,6 +73,13 @@ def assert_alone(
             expected, told = chosen[row][at - 1], logprobs[request_id][at - start]
             assert best[row][at - 1] - expected <= TOLERANCE, f"{request_id}: token {at - start} is not the likeliest"
             assert abs(told - expected) <= TOLERANCE, f"{request_id}: token {at - start} has {told}, alone {expected}"
+
+
+def bytes_a_token(model: Any) -> int:
+    """Keys and values of one token."""
+    caches = maker(model)()
+    model(mx.array([[1]]), cache=caches)
+    return sum(plane[..., :1, :].nbytes for cache in caches for plane in planes(cache))
 
 
 class FixedCost(StepCost):

@@ -12,12 +12,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from owner import VOCAB, Owner, model_of
+from owner import VOCAB, Owner, bytes_a_token, model_of
 from pomona.workers.engine.base import EngineRequest
 from pomona.workers.engine.requests import Live
-from pomona.workers.engine.rows import planes
 from pomona.workers.engine.sequence import Sequence
-from pomona.workers.models.caches import maker
 
 WAVES, WAVE = 10, 300
 
@@ -48,12 +46,6 @@ def forget(owner: Owner) -> None:
     assert owner.failed == {}
     for told in (owner.prompts, owner.answers, owner.logprobs, owner.cached, owner.ended):
         told.clear()
-
-
-def bytes_a_token(model: Any) -> int:
-    caches = maker(model)()
-    model(mx.array([[1]]), cache=caches)
-    return sum(plane[..., :1, :].nbytes for cache in caches for plane in planes(cache))
 
 
 def alive(*kinds: type) -> int:

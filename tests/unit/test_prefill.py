@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from owner import VOCAB, Owner, model_of
+from owner import VOCAB, Owner, bytes_a_token, model_of
 from pomona.workers.engine import joint
 from pomona.workers.engine.base import EngineRequest, Sampling
 from pomona.workers.engine.joint import Layout
@@ -198,11 +198,29 @@ def test_nothing_that_is_not_a_number_is_kept_of_a_prompt_that_is_not_whole(fold
     owner.check_empty()
 
 
-def test_what_the_cache_saves_one_prompt_goes_to_the_next(owner: Owner, watched: Watched) -> None:
-    rng = random.Random(4)
-    head = prompt(rng, 30)
+def test_one_prompt_that_is_kept_of_a_pass_does_not_keep_the_others(owner: Owner, watched: Watched) -> None:
+    rng = random.Random(6)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    for i in range(3):
+        ask(owner, str(i), prompt(rng, 60), answer=1)
+    owner.run()
+    assert watched.shapes == [(3, 60)]
+    owner.runner._kept._cache.shrink(60, 0)
+    assert owner.runner._kept.tokens == 60
+    assert mx.get_active_memory() - before == pytest.approx(60 * bytes_a_token(watched.model), rel=0.1)
+
+
+def kept(owner: Owner, head: list[int]) -> list[int]:
+    """A beginning that the cache holds."""
     ask(owner, "first", [*head, 3])
     owner.run()
+    return head
+
+
+def test_what_the_cache_saves_one_prompt_goes_to_the_next(owner: Owner, watched: Watched) -> None:
+    rng = random.Random(4)
+    head = kept(owner, prompt(rng, 30))
     # Of a budget of 512, four of 128: the cache holds 30 of each, so there is room for one more, and a part.
     for i in range(8):
         ask(owner, str(i), [*head, *prompt(rng, 98)])
@@ -216,9 +234,7 @@ def test_what_the_cache_saves_one_prompt_goes_to_the_next(owner: Owner, watched:
 
 def test_no_more_is_given_away_than_was_saved(owner: Owner, watched: Watched) -> None:
     rng = random.Random(5)
-    head = prompt(rng, 40)
-    ask(owner, "first", [*head, 3])
-    owner.run()
+    head = kept(owner, prompt(rng, 40))
     for i in range(2):
         ask(owner, str(i), [*head, *prompt(rng, 260 + i)])
     ask(owner, "long", prompt(rng, 480))
